@@ -1,0 +1,142 @@
+"""The column type for points in time, and the database's clock as SQL expressions.
+
+The database's clock decides when a job is due and when a lease runs out; nothing compares it with
+a clock of an application's host. Dialects without a form here are refused at compile time.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC as _UTC
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import DateTime, Float, TypeDecorator
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+if TYPE_CHECKING:
+    from sqlalchemy import ColumnElement, Dialect
+    from sqlalchemy.sql.compiler import SQLCompiler
+
+
+class UTC(TypeDecorator[datetime]):
+    """An aware datetime, given back in UTC.
+
+    SQLite has no time zones: there it is UTC text with six digits of a second, which sorts as
+    time does. A naive datetime is refused, for it would mean another instant on every host.
+    """
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        if value is None:
+            return None
+        if value.tzinfo is None:
+            message = "a naive datetime names no instant; use datetime.now(timezone.utc)"
+            raise ValueError(message)
+        value = value.astimezone(_UTC)
+        return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002 - the base class's signature
+        if value is None:
+            return None
+        return value.replace(tzinfo=_UTC) if value.tzinfo is None else value.astimezone(_UTC)
+
+
+class created_now(FunctionElement[datetime]):  # noqa: N801 - reads as an SQL function
+    """The default of a time column: the start of the transaction that writes the row."""
+
+    type = UTC()
+    inherit_cache = True
+
+
+class db_now(FunctionElement[datetime]):  # noqa: N801 - reads as an SQL function
+    """The database's clock at the start of the statement.
+
+    Not ``clock_timestamp()``: that one is volatile, so a comparison with it cannot use an index.
+    Not ``now()``: that one is as old as the transaction.
+    """
+
+    type = UTC()
+    inherit_cache = True
+
+
+class db_after(FunctionElement[datetime]):  # noqa: N801 - reads as an SQL function
+    """:class:`db_now` plus the seconds given."""
+
+    type = UTC()
+    inherit_cache = True
+
+
+class seconds_since(FunctionElement[float]):  # noqa: N801 - reads as an SQL function
+    """Seconds from the first time to the second (default: :class:`db_now`)."""
+
+    type = Float()
+    inherit_cache = True
+
+
+class element_at(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
+    """``(array)[index]`` for an array that is a parameter, which PostgreSQL wants in brackets."""
+
+    inherit_cache = True
+
+    def __init__(self, array: ColumnElement[Any], index: ColumnElement[int]) -> None:
+        assert isinstance(array.type, postgresql.ARRAY)
+        self.type = array.type.item_type
+        super().__init__(array, index)
+
+
+_SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000','now')"
+
+
+@compiles(created_now, "postgresql")
+def _(element: created_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
+    return "now()"
+
+
+@compiles(created_now, "sqlite")
+def _(element: created_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
+    return f"({_SQLITE_NOW})"
+
+
+@compiles(db_now, "postgresql")
+def _(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
+    return "statement_timestamp()"
+
+
+@compiles(db_now, "sqlite")
+def _(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
+    return _SQLITE_NOW
+
+
+@compiles(db_after, "postgresql")
+def _(element: db_after, compiler: SQLCompiler, **kw: Any) -> str:
+    return f"statement_timestamp() + make_interval(secs => {compiler.process(element.clauses, **kw)})"
+
+
+@compiles(db_after, "sqlite")
+def _(element: db_after, compiler: SQLCompiler, **kw: Any) -> str:
+    delay = compiler.process(element.clauses, **kw)
+    return f"strftime('%Y-%m-%d %H:%M:%f000','now',({delay}) || ' seconds')"
+
+
+@compiles(seconds_since, "postgresql")
+def _(element: seconds_since, compiler: SQLCompiler, **kw: Any) -> str:
+    earlier, *later = (compiler.process(clause, **kw) for clause in element.clauses)
+    until = later[0] if later else "statement_timestamp()"
+    return f"CAST(extract(epoch FROM {until} - {earlier}) AS float8)"
+
+
+@compiles(seconds_since, "sqlite")
+def _(element: seconds_since, compiler: SQLCompiler, **kw: Any) -> str:
+    earlier, *later = (compiler.process(clause, **kw) for clause in element.clauses)
+    until = later[0] if later else "'now'"
+    return f"((julianday({until}) - julianday({earlier})) * 86400.0)"
+
+
+@compiles(element_at, "postgresql")
+def _(element: element_at, compiler: SQLCompiler, **kw: Any) -> str:
+    array, index = (compiler.process(clause, **kw) for clause in element.clauses)
+    return f"({array})[{index}]"
