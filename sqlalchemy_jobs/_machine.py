@@ -111,6 +111,7 @@ class _Attempt:
 @dataclass(slots=True)
 class _Ended:
     outcome: Outcome
+    lease_until: float
     not_before: float = 0.0
     refusals: int = 0
 
@@ -147,6 +148,7 @@ class Machine:
         self._look_at = now
         self._fresh = True  # the next look must be full
         self._look_again = False  # notified while a Claim was in flight
+        self._due_at = float("inf")  # a job put back while a Claim was in flight is due then
         self._full_at = now
         self._found_nothing = False  # the last full look left nothing due
         self._listening = False
@@ -226,8 +228,9 @@ class Machine:
             self._look_at, self._fresh = now, True
 
     def _finish(self, outcome: Outcome) -> None:
-        if self._running.pop(outcome.lease.key, None) is not None:  # else ended before: too late
-            self._ended[outcome.lease.key] = _Ended(outcome)
+        attempt = self._running.pop(outcome.lease.key, None)
+        if attempt is not None:  # else it had ended before, and this is too late
+            self._ended[outcome.lease.key] = _Ended(outcome, attempt.lease_until)
 
     def _take(self, event: Claimed, now: float, commands: list[Command]) -> None:
         flight = self._land("claim")
@@ -235,15 +238,14 @@ class Machine:
             return
         lease_until = flight.issued + self.timing.visibility_timeout
         for lease in event.leases:
-            if self.phase is Phase.RUNNING:
+            if self.phase is Phase.RUNNING and now < lease_until:
                 deadline = now + lease.timeout if lease.timeout else None
                 self._running[lease.key] = _Attempt(lease, lease_until, deadline)
                 self._check_at = min(self._check_at, lease_until, deadline or lease_until)
                 commands.append(Start(lease))
-            else:
-                self._ended[lease.key] = _Ended(Outcome.released(lease))
-        if event.leases and self._renew_at is None:
-            self._renew_at = flight.issued + self.timing.visibility_timeout / 3
+            else:  # stopping, or the answer came too late: no handler may start without a lease
+                self._ended[lease.key] = _Ended(Outcome.released(lease), lease_until)
+        self._schedule_renewal()
         assert isinstance(flight.command, Claim)
         self._schedule_look(event, now, full=flight.command.full)
 
@@ -253,8 +255,8 @@ class Machine:
             self._pause = self.timing.poll_interval
         if self._look_again or (not event.more and not full):
             self._look_at, self._fresh = now, True
-        elif event.more:
-            self._look_at = now
+        elif event.more:  # all that was seen may have been locked by others: do not spin
+            self._look_at = now if event.leases else now + SHORTEST_LOOK
         else:
             self._found_nothing = True
             if self._listening:
@@ -265,8 +267,8 @@ class Machine:
                     self._pause = min(2 * self._pause, self.timing.max_poll_interval)
             if event.next_due is not None:
                 wait = min(wait, max(event.next_due, SHORTEST_LOOK))
-            self._look_at, self._fresh = now + wait, True
-        self._look_again = False
+            self._look_at, self._fresh = min(now + wait, self._due_at), True
+        self._look_again, self._due_at = False, float("inf")
 
     def _forget(self, event: Settled, now: float) -> None:
         flight = self._land("settle")
@@ -288,6 +290,7 @@ class Machine:
                     self._look(now)
                 else:  # the database was told the same delay a moment ago
                     self._look_at = min(self._look_at, now + outcome.delay)
+                    self._due_at = min(self._due_at, now + outcome.delay)
 
     def _extend(self, event: Renewed, now: float, commands: list[Command]) -> None:
         flight = self._flights.get("renew")
@@ -299,18 +302,26 @@ class Machine:
         else:
             return
         lease_until = issued + self.timing.visibility_timeout
-        self._renew_at = max(
-            self._renew_at or 0.0, issued + self.timing.visibility_timeout / 3
-        )
         for lease in event.command.leases:
             attempt = self._running.get(lease.key)
             if attempt is None:
-                continue  # an ended outcome is judged by its Settle alone
-            if lease.key in event.lost:
+                # An ended outcome is judged by its Settle alone, lost or not.
+                end = self._ended.get(lease.key)
+                if end is not None:
+                    end.lease_until = max(end.lease_until, lease_until)
+            elif lease.key in event.lost:
                 del self._running[lease.key]
                 commands.append(Abort(lease, Reason.LEASE_LOST))
             else:
                 attempt.lease_until = max(attempt.lease_until, lease_until)
+        self._schedule_renewal()
+
+    def _schedule_renewal(self) -> None:
+        """Renew all leases when the oldest of them has lived a third of its time."""
+        untils = [attempt.lease_until for attempt in self._running.values()]
+        untils += [end.lease_until for end in self._ended.values()]
+        two_thirds = self.timing.visibility_timeout * 2 / 3
+        self._renew_at = min(untils) - two_thirds if untils else None
 
     def _swept(self, event: Swept, now: float) -> None:
         if self._land(event.chore) is None:
@@ -335,13 +346,16 @@ class Machine:
             return
         del self._flights[kind]
         failures = self._failures[kind] = self._failures.get(kind, 0) + 1
-        self._not_before[kind] = now + self._backoff(failures)
+        longest = LONGEST_BACKOFF
+        if kind == "renew":  # a database that is back must be asked while the leases still live
+            longest = min(longest, self.timing.visibility_timeout / 6)
+        self._not_before[kind] = now + self._backoff(failures, longest)
         if kind == "claim":
             self._look_at, self._fresh, self._look_again = now, True, False
 
-    def _backoff(self, failures: int) -> float:
-        longest = min(2.0 ** (min(failures, 10) - 1), LONGEST_BACKOFF)
-        return longest * (0.5 + self._jitter() / 2)
+    def _backoff(self, failures: int, longest: float = LONGEST_BACKOFF) -> float:
+        pause = min(2.0 ** (min(failures, 10) - 1), longest)
+        return pause * (0.5 + self._jitter() / 2)
 
     def _land(self, kind: str) -> _Flight | None:
         self._failures.pop(kind, None)
@@ -380,7 +394,7 @@ class Machine:
         for key, attempt in list(self._running.items()):
             if attempt.deadline is not None and now >= attempt.deadline:
                 del self._running[key]
-                self._ended[key] = _Ended(self._timed_out(attempt.lease))
+                self._ended[key] = _Ended(self._timed_out(attempt.lease), attempt.lease_until)
                 commands.append(Abort(attempt.lease, Reason.TIMEOUT))
             elif now >= attempt.lease_until:
                 del self._running[key]
@@ -438,15 +452,15 @@ class Machine:
             self._launch(Renew(self.held), now, commands)
 
     def _plan_stop(self, now: float, commands: list[Command]) -> bool:
+        if self.phase is Phase.DRAINING and now >= self._abort_at:
+            # They keep their slots and leases: what ends in the last third is still recorded.
+            self.phase = Phase.ABORTING
+            commands.extend(Abort(lease, Reason.SHUTDOWN) for lease in self.running)
         done = not self._running and not self._ended and not self._flights
         if done or now >= self._stop_at:
             self.phase = Phase.STOPPED
             commands.append(Stop(self.held))
             return True
-        if self.phase is Phase.DRAINING and now >= self._abort_at:
-            # They keep their slots and leases: what ends in the last third is still recorded.
-            self.phase = Phase.ABORTING
-            commands.extend(Abort(lease, Reason.SHUTDOWN) for lease in self.running)
         return False
 
     def _launch(self, command: DatabaseCommand, now: float, commands: list[Command]) -> None:
