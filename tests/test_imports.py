@@ -28,7 +28,7 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     ("_listen", "_wake", "_lanes", "_handlers"),
     ("session",),
     ("_store",),
-    ("models", "statements", "sqltypes", "migrations"),
+    ("models", "statements", "_statements_sqlite", "_window", "sqltypes", "migrations"),
     ("tasks", "payload", "settings", "_backoff", "_log"),
     ("_machine", "_messages", "lifecycle"),
     ("errors",),
@@ -82,10 +82,12 @@ def neighbours(source: str, package: tuple[str, ...] = (PACKAGE,)) -> set[str]:
 
 
 def exists(name: str) -> bool:
+    """Whether *name* is a module or a package of the library."""
     return (ROOT / f"{name}.py").exists() or (ROOT / name / "__init__.py").exists()
 
 
 def sources() -> list[Path]:
+    """Every module of the library, those of its packages too."""
     return sorted(path for path in ROOT.rglob("*.py") if "__pycache__" not in path.parts)
 
 
@@ -141,7 +143,7 @@ def impurities(source: str) -> set[str]:
 def test_every_import_goes_down() -> None:
     """Every module has a floor, imports only from it and from lower ones, and in no circle."""
     edges = graph()
-    assert PURE <= set(edges), "the parser must have found the modules"
+    assert not PURE - set(edges), "the parser must have found the modules"
     assert violations(edges) == []
 
 

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def life() -> ModuleType:
+    """The table that is judged."""
     return lifecycle
 
 
 def moves(life: ModuleType) -> list[tuple[Any, Any]]:
+    """The rows of the table: event and move."""
     return list(life.MOVES.items())
 
 
@@ -219,22 +221,24 @@ def test_what_went_wrong_is_written_down(life: ModuleType) -> None:
 
 def test_the_outcomes_are_the_holders_ways_to_end_an_attempt(life: ModuleType) -> None:
     """A worker can report success, retry, snooze, release and failure, each behind the fence."""
-    assert life.OUTCOMES == {
+    outcomes = set(life.OUTCOMES)
+    assert outcomes == {
         life.Event.SUCCEED,
         life.Event.RETRY,
         life.Event.SNOOZE,
         life.Event.RELEASE,
         life.Event.FAIL,
     }
-    for event in life.OUTCOMES:
+    for event in outcomes:
         assert life.MOVES[event].source == {life.Status.RUNNING}
         assert life.MOVES[event].guard is life.Guard.HOLDER
 
 
 def test_unfinished_and_finished_share_the_statuses_out(life: ModuleType) -> None:
     """Every status is unfinished or finished, never both."""
-    assert life.UNFINISHED == {life.Status.PENDING, life.Status.RUNNING}
-    assert life.FINISHED == {life.Status.SUCCEEDED, life.Status.FAILED, life.Status.CANCELLED}
+    unfinished, finished = set(life.UNFINISHED), set(life.FINISHED)
+    assert unfinished == {life.Status.PENDING, life.Status.RUNNING}
+    assert finished == {life.Status.SUCCEEDED, life.Status.FAILED, life.Status.CANCELLED}
 
 
 def test_jobs_begin_pending_and_reach_every_status(life: ModuleType) -> None:
