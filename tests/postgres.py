@@ -254,6 +254,7 @@ class Cluster(Server):
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            text=False,
             start_new_session=True,
             cwd="/",
             **self._owner.process_options(),
