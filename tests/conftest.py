@@ -198,8 +198,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Spread a test over the servers and the drivers that its fixtures name."""
     asked = [name for name in ENGINE_DRIVERS if name in metafunc.fixturenames]
     if len(asked) > 1:
-        message = f"{metafunc.definition.nodeid}: open the second engine from the first one's url"
-        raise pytest.UsageError(message)
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid}: open the second engine from the first one's url"
+        )
     on_a_cluster = "cluster" in metafunc.fixturenames
     for name in {"cluster", "own_cluster"}.intersection(metafunc.fixturenames):
         versions = _versions(metafunc)
@@ -224,8 +225,7 @@ def _backends(
     wanted = drivers if mark is None else mark.args
     unknown = set(wanted).difference(SYNC_DRIVERS, ASYNC_DRIVERS)
     if unknown:
-        message = f"{metafunc.definition.nodeid}: no such drivers: {sorted(unknown)}"
-        raise pytest.UsageError(message)
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: no such drivers: {sorted(unknown)}")
     for driver in drivers:
         if driver not in wanted:
             continue

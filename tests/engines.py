@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncGenerator, Generator
 
     from sqlalchemy import URL, Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -36,7 +36,7 @@ DIALECT_AND_DRIVER: dict[str, str] = {
 
 
 @contextmanager
-def open_engine(url: str | URL, **options: Any) -> Iterator[Engine]:
+def open_engine(url: str | URL, **options: Any) -> Generator[Engine]:
     """Open an engine and dispose of it at the end."""
     engine = create_engine(url, **_defaults(url), **options)
     try:
@@ -46,7 +46,7 @@ def open_engine(url: str | URL, **options: Any) -> Iterator[Engine]:
 
 
 @asynccontextmanager
-async def open_async_engine(url: str | URL, **options: Any) -> AsyncIterator[AsyncEngine]:
+async def open_async_engine(url: str | URL, **options: Any) -> AsyncGenerator[AsyncEngine]:
     """Open an async engine with its usual pool, and dispose of it in the loop it was used in.
 
     async with open_async_engine(async_engine.url, pool_size=1) as engine:

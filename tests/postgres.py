@@ -33,7 +33,7 @@ import socket
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import psycopg
 from psycopg import sql
@@ -151,8 +151,9 @@ class Cluster(Server):
             raise PostgresNotFoundError
         version = version or max(found)
         if version not in found:
-            message = f"PostgreSQL {version} was not found, only {sorted(found, reverse=True)}"
-            raise LookupError(message)
+            raise LookupError(
+                f"PostgreSQL {version} was not found, only {sorted(found, reverse=True)}"
+            )
         super().__init__(URL.create("postgresql", username="postgres", host="127.0.0.1"), version)
         self._bin = found[version]
         self._settings = {
@@ -181,16 +182,14 @@ class Cluster(Server):
     def home(self) -> Path:
         """The directory that holds the data and the log."""
         if self._home is None:
-            message = "the cluster was never started, or is closed"
-            raise RuntimeError(message)
+            raise RuntimeError("the cluster was never started, or is closed")
         return self._home
 
     @property
     def port(self) -> int:
         """The TCP port on 127.0.0.1."""
         if self._address.port is None:
-            message = "the cluster was never started"
-            raise RuntimeError(message)
+            raise RuntimeError("the cluster was never started")
         return self._address.port
 
     @property
@@ -254,7 +253,6 @@ class Cluster(Server):
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=False,
             start_new_session=True,
             cwd="/",
             **self._owner.process_options(),
@@ -335,6 +333,12 @@ class PostgresCommandError(Exception):
         super().__init__(f"{program} {' '.join(arguments)}\n{output}")
 
 
+class _ProcessOptions(TypedDict, total=False):
+    user: int
+    group: int
+    extra_groups: list[int]
+
+
 class _Owner:
     """The user who runs the server: ourselves, or somebody unprivileged when we are root."""
 
@@ -348,8 +352,9 @@ class _Owner:
         for name in ("postgres", "nobody"):
             with contextlib.suppress(KeyError):
                 return cls(pwd.getpwnam(name))
-        message = "PostgreSQL refuses to run as root, and there is neither 'postgres' nor 'nobody'"
-        raise RuntimeError(message)
+        raise RuntimeError(
+            "PostgreSQL refuses to run as root, and there is neither 'postgres' nor 'nobody'"
+        )
 
     def can_reach(self, path: Path) -> bool:
         """Whether every directory on the way is open to others (we ourselves need not ask)."""
@@ -363,7 +368,7 @@ class _Owner:
             for path in (directory, *directory.rglob("*")):
                 os.chown(path, self._account.pw_uid, self._account.pw_gid, follow_symlinks=False)
 
-    def process_options(self) -> dict[str, Any]:
+    def process_options(self) -> _ProcessOptions:
         if self._account is None:
             return {}
         # No extra groups: root's would come along otherwise.
@@ -412,8 +417,9 @@ def available() -> list[int]:
     wished = sorted({int(version) for version in wish.split(",")}, reverse=True)
     missing = [version for version in wished if version not in found]
     if missing:
-        message = f"TEST_POSTGRES={wish}, but PostgreSQL {missing} was not found, only {found}"
-        raise LookupError(message)
+        raise LookupError(
+            f"TEST_POSTGRES={wish}, but PostgreSQL {missing} was not found, only {found}"
+        )
     return wished
 
 
