@@ -19,7 +19,7 @@ Back, an annotation says what to build::
     Welcome(user_id=7)
     >>> load('{"user_id": "7", "x": 1}', into=Welcome)
     PayloadError: payload does not fit Welcome: payload.user_id: expected int, found a string;
-    payload.x: unknown field
+    payload.x: unknown field of Welcome
 
 pydantic and msgspec build their own classes, by their own rules. Dataclasses are built here, as
 are TypedDict, list, tuple, set, dict, unions (the first that fits, in the order written), Literal,
@@ -455,6 +455,8 @@ def _named(hint: Any) -> str:
         return "null"
     if get_origin(hint) in {Union, UnionType}:
         return " or ".join(map(_named, get_args(hint)))
+    if get_origin(hint) in _QUALIFIERS:
+        return _named(get_args(hint)[0])
     if get_origin(hint) is None and isinstance(hint, type):
         return hint.__name__
     return storable(str(hint).replace("typing.", ""), 80)
@@ -541,7 +543,7 @@ def _fit_tuple(value: list[Any], hint: Any, at: _At | None, problems: list[_Prob
         wanted = wanted[:1] * len(value)
     if len(value) == len(wanted):
         return tuple(_fit(value[i], kind, _At(at, i), problems) for i, kind in enumerate(wanted))
-    problems.append((at, f"expected {_named(hint)}, found {len(value)} items"))
+    problems.append((at, f"expected {_named(hint)}, found an array of {len(value)}"))
     return None
 
 
@@ -651,6 +653,8 @@ _MSGSPEC_TOLD: Final = re.compile(
     "|Invalid (enum value|value|UUID|RFC3339 encoded [a-z]+|base64 encoded string)"
 )
 
+_QUALIFIERS: Final = (Annotated, Required, NotRequired)
+
 _EXACT: Final = frozenset({str, int, float, bool, NoneType})
 
 _FOUND: Final[dict[type, str]] = {
@@ -676,7 +680,7 @@ _FORMS: Final[dict[Any, tuple[type | None, _Build]]] = {
     float: (None, _fit_float),
     **dict.fromkeys(_FROM_TEXT, (str, _fit_text)),
     Literal: (None, _fit_literal),
-    **dict.fromkeys((Annotated, Required, NotRequired), (None, _fit_qualified)),
+    **dict.fromkeys(_QUALIFIERS, (None, _fit_qualified)),
     **dict.fromkeys((Union, UnionType), (None, _fit_union)),
     **dict.fromkeys((list, abc.Sequence, abc.Collection, abc.Iterable), (list, _fit_list)),
     **dict.fromkeys((set, frozenset, abc.Set), (list, _fit_set)),
