@@ -196,7 +196,7 @@ def engine(url: str) -> Engine:
     return create_engine(made, poolclass=NullPool)
 
 
-def alembic_here(*arguments: str, url: str | None = None, **environment: str) -> list[str]:
+def alembic_here(*arguments: str, url: str | None = None) -> list[str]:
     """Return the command line of `alembic` in this repository; see `run_here`."""
     given = ["-x", f"url={url}"] if url else []
     return [sys.executable, "-m", "alembic", *given, *arguments]
@@ -204,10 +204,15 @@ def alembic_here(*arguments: str, url: str | None = None, **environment: str) ->
 
 def run_here(*arguments: str, url: str | None = None, **environment: str) -> str:
     """Run `alembic` in this repository as its own process and return what it printed."""
+    return run_in(REPOSITORY, alembic_here(*arguments, url=url), **environment)
+
+
+def run_in(directory: Path, arguments: list[str], **environment: str) -> str:
+    """Run a program that must succeed, and return what it printed."""
     done = subprocess.run(
-        alembic_here(*arguments, url=url),
-        cwd=REPOSITORY,
-        env={**os.environ, **environment},
+        arguments,
+        cwd=directory,
+        env=_environment(environment),
         capture_output=True,
         text=True,
         check=False,
@@ -224,7 +229,7 @@ def together(count: int, arguments: list[str], cwd: Path, **environment: str) ->
         subprocess.Popen(
             arguments,
             cwd=cwd,
-            env={**os.environ, **environment},
+            env=_environment(environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -233,6 +238,12 @@ def together(count: int, arguments: list[str], cwd: Path, **environment: str) ->
     ]
     ended = [(process.communicate(timeout=90)[0], process.returncode) for process in running]
     return [output for output, code in ended if code]
+
+
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    # The package need not be installed where its tests run.
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(REPOSITORY)]))
+    return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def pg_dump(database: Database, *options: str) -> str:

@@ -16,7 +16,7 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import MetaData, Table, create_engine, text
-from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from sqlalchemy_jobs import migrations
 from sqlalchemy_jobs.errors import InvalidArgumentError, SchemaError, UnsupportedDatabaseError
@@ -430,7 +430,7 @@ def test_the_lock_is_let_go_when_a_migration_fails(fresh: Database) -> None:
 def test_the_lock_survives_the_loss_of_its_connection(fresh: Database) -> None:
     """When the server drops the connection, the error that is seen is the migration's own."""
     with engine(fresh.url("psycopg")).connect() as connection:
-        lost = pytest.raises(sa.exc.OperationalError, match="pg_terminate_backend")
+        lost = pytest.raises(OperationalError, match="pg_terminate_backend")
         with lost, migrations.lock(connection):
             connection.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
         assert held(fresh) == 0

@@ -19,6 +19,7 @@ from tests.alembic_project import (
     jobs_dump,
     pg_dump,
     run_here,
+    run_in,
     together,
 )
 from tests.conftest import Database
@@ -205,6 +206,6 @@ def test_a_new_revision_has_the_shape_of_the_others(tmp_path: Path) -> None:
         ["upgrade", "head"],
         ["downgrade", "base"],
     ):
-        subprocess.run(alembic_here(*arguments, url=url), cwd=copy, check=True, capture_output=True)
+        run_in(copy, alembic_here(*arguments, url=url), PYTHONPATH=str(copy))
     written = copy / "sqlalchemy_jobs" / "migrations" / "versions" / "jobs_9999.py"
     assert "def upgrade(op: Any, schema: str | None, table: str)" in written.read_text()

@@ -11,13 +11,13 @@ from sqlalchemy import func, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.schema import SchemaItem, Table
 
-from sqlalchemy_jobs.models import SCHEMA, metadata
+from sqlalchemy_jobs.models import SCHEMA, Job, metadata
 from sqlalchemy_jobs.sqltypes import UTC
 
 from ._support import TABLE, VERSION_TABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
 
     from alembic.autogenerate.api import AutogenContext
     from sqlalchemy import Connection
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     IncludeObject = Callable[[SchemaItem, str | None, Any, bool, SchemaItem | None], bool]
     RenderItem = Callable[[str, Any, AutogenContext], str | Literal[False]]
 
+_PAYLOAD: Final = Job.__table__.columns["payload"].type
 _LOCK: Final = "sqlalchemy-jobs migrations"
 _LOOK_AGAIN_S: Final = 0.1
 
@@ -49,13 +50,17 @@ def include_object(
         reflected: bool,  # noqa: FBT001 - Alembic's signature
         other: SchemaItem | None,
     ) -> bool:
-        if isinstance(item, Table) and (
-            item.metadata is metadata or (item.name in names and _same_schema(item.schema, schema))
-        ):
+        if _is_ours(item, names, schema):
             return False
         return also is None or also(item, name, kind, reflected, other)
 
     return hook
+
+
+def _is_ours(item: SchemaItem, names: set[str], schema: str | None) -> bool:
+    if not isinstance(item, Table):
+        return False
+    return item.metadata is metadata or (item.name in names and _same_schema(item.schema, schema))
 
 
 def _same_schema(one: str | None, other: str | None) -> bool:
@@ -80,16 +85,20 @@ def render_item(also: RenderItem | None = None) -> RenderItem:
     """
 
     def hook(kind: str, item: Any, context: AutogenContext) -> str | Literal[False]:
+        prefix = context.opts.get("sqlalchemy_module_prefix") or ""
         if kind == "type" and isinstance(item, UTC):
-            prefix = context.opts.get("sqlalchemy_module_prefix") or ""
             return f"{prefix}DateTime(timezone=True)"
+        if kind == "type" and item is _PAYLOAD:
+            # On SQLite, Alembic writes a name in it that the revision does not import.
+            context.imports.add("from sqlalchemy.dialects import postgresql")
+            return f"{prefix}JSON().with_variant(postgresql.JSONB(), 'postgresql')"
         return also(kind, item, context) if also else False
 
     return hook
 
 
 @contextmanager
-def lock(connection: Connection) -> Iterator[None]:
+def lock(connection: Connection) -> Generator[None]:
     """Let one process at a time migrate; the others wait and then find nothing to do.
 
     Wrap ``context.configure`` and the migrations in it, on PostgreSQL with a connection to the
