@@ -454,3 +454,10 @@ def held(database: Database) -> int:
     )
     ((count,),) = database.cluster.psql(query)
     return int(count)
+
+
+def test_the_manual_shows_the_newest_revision() -> None:
+    """The line that people copy makes the table of this release."""
+    line = f'migrations.upgrade(op, to="{migrations.HEAD}")'
+    assert line in (REPOSITORY / "docs" / "migrations.md").read_text()
+    assert line in (migrations.__doc__ or "")

@@ -119,7 +119,8 @@ def test_the_sql_it_prints_makes_the_same_catalog(
             assert "SCHEMA" not in sql
             connection.execute(sql.encode())
         run_here("downgrade", "base", url=fresh.url("psycopg"))
-        assert pg_dump(other) == pg_dump(fresh)
+        # Older versions of Alembic print that their own table is dropped as well.
+        assert jobs_dump(other) == jobs_dump(fresh)
     finally:
         cluster.drop_database(other.name)
 
