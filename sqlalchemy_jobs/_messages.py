@@ -176,9 +176,10 @@ class Notified:
 
 @dataclass(frozen=True, slots=True)
 class ListenerChanged:
-    """Notifications arrive (*up*) or do not, so polling must take over."""
+    """Notifications arrive (*up*) or do not, for the *reason*, so polling must take over."""
 
     up: bool
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

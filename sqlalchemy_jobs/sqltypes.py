@@ -10,10 +10,12 @@ from datetime import UTC as _UTC
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import DateTime, Float, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, Float, TypeDecorator
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+
+from .lifecycle import KEPT_ERRORS
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Dialect
@@ -140,3 +142,65 @@ def _(element: seconds_since, compiler: SQLCompiler, **kw: Any) -> str:
 def _(element: element_at, compiler: SQLCompiler, **kw: Any) -> str:
     array, index = (compiler.process(clause, **kw) for clause in element.clauses)
     return f"({array})[{index}]"
+
+
+class errors_appended(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
+    """The list of errors with one more entry, cut to the latest few.
+
+    Takes (errors, attempt, worker, error). A list that somebody edited into something else is
+    begun anew, for one odd row must not stop a batch.
+    """
+
+    type = JSON()
+    inherit_cache = True
+
+
+@compiles(errors_appended, "postgresql")
+def _(element: errors_appended, compiler: SQLCompiler, **kw: Any) -> str:
+    errors, attempt, worker, error = (compiler.process(c, **kw) for c in element.clauses)
+    return (
+        f"(CASE WHEN jsonb_typeof({errors}) = 'array' THEN CASE WHEN jsonb_array_length({errors})"
+        f" >= {KEPT_ERRORS} THEN {errors} - 0 ELSE {errors} END ELSE CAST('[]' AS jsonb) END)"
+        f" || jsonb_build_array(jsonb_build_object('attempt', {attempt},"
+        f" 'at', statement_timestamp(), 'worker', {worker}, 'error', CAST({error} AS text)))"
+    )
+
+
+@compiles(errors_appended, "sqlite")
+def _(element: errors_appended, compiler: SQLCompiler, **kw: Any) -> str:
+    errors, attempt, worker, error = (compiler.process(c, **kw) for c in element.clauses)
+    return (
+        f"json_insert(CASE WHEN json_valid({errors}) AND json_type({errors}) = 'array' THEN CASE"
+        f" WHEN json_array_length({errors}) >= {KEPT_ERRORS} THEN json_remove({errors}, '$[0]')"
+        f" ELSE {errors} END ELSE '[]' END, '$[#]', json_object('attempt', {attempt},"
+        f" 'at', strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'), 'worker', {worker}, 'error', {error}))"
+    )
+
+
+class microseconds(FunctionElement[int]):  # noqa: N801 - reads as an SQL function
+    """A time as whole microseconds since 1970, exactly; times before are taken as 1970."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(microseconds, "postgresql")
+def _(element: microseconds, compiler: SQLCompiler, **kw: Any) -> str:
+    at = compiler.process(element.clauses, **kw)
+    return f"CAST(extract(epoch FROM greatest({at}, 'epoch')) * 1000000 AS bigint)"
+
+
+class at_microseconds(FunctionElement[datetime]):  # noqa: N801 - reads as an SQL function
+    """The time of :class:`microseconds`, or minus infinity for a null."""
+
+    type = UTC()
+    inherit_cache = True
+
+
+@compiles(at_microseconds, "postgresql")
+def _(element: at_microseconds, compiler: SQLCompiler, **kw: Any) -> str:
+    at = compiler.process(element.clauses, **kw)
+    return (
+        "coalesce(CAST('epoch' AS timestamptz)"
+        f" + {at} * CAST('1 microsecond' AS interval), '-infinity')"
+    )

@@ -1,0 +1,136 @@
+"""The worker's own connections: made as the user's engine makes them, but not from its pool.
+
+A worker must renew leases while the user's pool is exhausted by the very handlers that hold it,
+so each of its connections has a pool of its own. They run in AUTOCOMMIT and are never in a
+transaction while a handler runs.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import Engine, text
+from sqlalchemy.engine import make_url
+from sqlalchemy.pool import SingletonThreadPool, StaticPool
+
+from ._store import check_dialect
+from .errors import UnsupportedDatabaseError
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Connection
+
+# A generic plan that was made while the table was empty scans it for ever; and a claim at a
+# higher isolation than READ COMMITTED fails where it should skip.
+_SETUP: Final = text(
+    "SELECT set_config(name, value, false) FROM (VALUES"
+    " ('plan_cache_mode', 'force_custom_plan'),"
+    " ('default_transaction_isolation', 'read committed')"
+    ") AS wanted(name, value) WHERE current_setting(name) <> value"
+)
+
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 20_000,  # milliseconds
+}
+"""A peer that vanished without a word is noticed within 25 s, idle or not."""
+
+
+def own_engine(engine: Engine) -> Engine:
+    """Return an engine with a pool of its own that connects just as *engine* does.
+
+    Raises :class:`UnsupportedDatabaseError` for a dialect, or an in-memory SQLite, that a worker
+    cannot share with its application.
+    """
+    check_dialect(engine.dialect)
+    if engine.dialect.name == "sqlite" and isinstance(
+        engine.pool, StaticPool | SingletonThreadPool
+    ):
+        message = (
+            "a worker needs connections of its own, and an in-memory SQLite database exists for "
+            "one only: use a file, as sqlite:///jobs.db"
+        )
+        raise UnsupportedDatabaseError(message)
+    options = {k: v for k, v in engine.get_execution_options().items() if k != "isolation_level"}
+    return Engine(
+        engine.pool.recreate(),
+        engine.dialect,
+        engine.url,
+        execution_options=options,
+        hide_parameters=True,
+    )
+
+
+def autocommit(connection: Connection) -> Connection:
+    """Set *connection* up for the worker's statements. Idempotent."""
+    connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+    if connection.dialect.name == "postgresql":
+        connection.execute(_SETUP).all()
+    keep_alive(connection.connection.driver_connection)
+    return connection
+
+
+def direct_url(engine: Engine, given: str | None) -> URL | None:
+    """Return the URL for LISTEN, with the engine's driver; None for the engine's own.
+
+    *given*, else ``DATABASE_DIRECT_URL``. Its driver does not matter, so that the plain
+    ``postgres://`` form which hosting services hand out will do.
+    """
+    chosen = given or os.environ.get("DATABASE_DIRECT_URL")
+    if not chosen or engine.dialect.name != "postgresql":
+        return None
+    scheme, separator, rest = chosen.partition("://")
+    if separator and scheme.partition("+")[0] in ("postgres", "postgresql"):
+        chosen = f"{engine.url.drivername}://{rest}"
+    return make_url(chosen).set(drivername=engine.url.drivername)
+
+
+def _socket(driver_connection: Any) -> socket.socket | None:
+    """A second handle on the connection's socket, whatever the driver."""
+    transport = getattr(driver_connection, "_transport", None)  # asyncpg has no public way
+    if transport is not None:
+        known = transport.get_extra_info("socket")
+        number = known.fileno() if known is not None else -1
+    elif hasattr(driver_connection, "pgconn"):
+        number = driver_connection.pgconn.socket
+    else:
+        return None
+    return socket.socket(fileno=os.dup(number)) if number >= 0 else None
+
+
+def keep_alive(driver_connection: Any) -> None:
+    """Have the kernel notice a dead peer. Without effect where there is no TCP socket."""
+    with suppress(OSError, AttributeError):
+        handle = _socket(driver_connection)
+        if handle is None or handle.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        with handle:
+            handle.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                if hasattr(socket, name):
+                    handle.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def cut(driver_connection: Any) -> None:
+    """End a connection at once, from any thread: whoever waits on it gets an error.
+
+    A polite close would send a message and wait, for ever if the peer is gone.
+    """
+    with suppress(Exception):
+        handle = _socket(driver_connection)
+        if handle is not None:
+            with handle:
+                handle.shutdown(socket.SHUT_RDWR)
+        elif hasattr(driver_connection, "interrupt"):  # sqlite3
+            driver_connection.interrupt()
+
+
+def describe(error: BaseException) -> str:
+    """Return a database error for the log: the driver's own words, no statement, no parameters."""
+    original = getattr(error, "orig", None) or error
+    words = " ".join(str(original).split())
+    return f"{type(original).__name__}: {words[:500]}"

@@ -1,0 +1,41 @@
+"""SIGINT and SIGTERM while a worker's ``run()`` has the main thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+
+@contextmanager
+def stop_by_signal(stop: Callable[[], object]) -> Iterator[None]:
+    """Call *stop* at the first signal, end the process at the second; then restore the handlers.
+
+    Without effect on any other thread than the main one, where Python allows no handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the protocol
+        nonlocal asked
+        if asked:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        asked = True
+        stop()
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None: it was not installed from Python, and cannot be put back from it either.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

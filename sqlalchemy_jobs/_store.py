@@ -1,0 +1,292 @@
+"""What the worker's commands do to the database, written once.
+
+``perform(connection, command)`` takes a *sync* Connection in AUTOCOMMIT and returns the event
+that answers the command. The async worker lends it a connection with ``run_sync``, so there is
+one piece of code for every driver. What fails raises; the shells turn that into ``Broke``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, assert_never
+
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+
+from ._channel import channel_of
+from ._messages import (
+    Chore,
+    Claim,
+    Claimed,
+    DatabaseCommand,
+    Key,
+    Lease,
+    Outcome,
+    Renew,
+    Renewed,
+    Settle,
+    Settled,
+    Sweep,
+    Swept,
+)
+from ._statements_sqlite import SqliteStatements
+from ._window import Window
+from .errors import UnsupportedDatabaseError
+from .lifecycle import Status
+from .statements import Statements
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sqlalchemy import Connection, Dialect, Row, Table
+
+    from .settings import WorkerSettings
+    from .statements import Call
+    from .tasks import Tasks
+
+RECOVER_BATCH: Final = 100
+PRUNE_BATCH: Final = 1000
+"""Rows a statement: about 2 ms of deleting, and far under any sane statement timeout."""
+
+_log = logging.getLogger("sqlalchemy_jobs")
+
+_forms: dict[tuple[Table, str], Statements] = {}
+
+
+def statements_for(table: Table, dialect: Dialect) -> Statements:
+    """Return the statements of *table* in the form of *dialect*, built once.
+
+    Raises :class:`UnsupportedDatabaseError` for a dialect that cannot keep the promises.
+    """
+    try:
+        return _forms[table, dialect.name]
+    except KeyError:
+        check_dialect(dialect)
+    form = SqliteStatements if dialect.name == "sqlite" else Statements
+    return _forms.setdefault((table, dialect.name), form(table))
+
+
+def check_dialect(dialect: Dialect) -> None:
+    """Raise :class:`UnsupportedDatabaseError` unless the dialect is supported."""
+    if dialect.name not in ("postgresql", "sqlite"):
+        message = (
+            f"sqlalchemy-jobs does not support {dialect.name!r}: use PostgreSQL, "
+            "or SQLite for development"
+        )
+        raise UnsupportedDatabaseError(message)
+
+
+class Store:
+    """Carries out database commands for one worker."""
+
+    def __init__(self, table: Table, tasks: Tasks, settings: WorkerSettings, worker: str) -> None:
+        self.table = table
+        self._tasks = tasks
+        self._settings = settings
+        self._worker = worker
+        self._visibility = settings.seconds("visibility_timeout")
+        self._window = Window()
+
+    def perform(
+        self, connection: Connection, command: DatabaseCommand
+    ) -> Claimed | Settled | Renewed | Swept:
+        """Carry out one command and return its answer."""
+        statements = statements_for(self.table, connection.dialect)
+        channel = channel_of(connection, self.table)
+        match command:
+            case Claim():
+                return self._claim(connection, statements, channel, command)
+            case Settle(outcomes):
+                return self._settle(connection, statements, channel, outcomes)
+            case Renew():
+                return self._renew(connection, statements, command)
+            case Sweep(Chore.RECOVER):
+                return self._recover(connection, statements, channel)
+            case Sweep(Chore.PRUNE):
+                return self._prune(connection, statements)
+            case _:
+                assert_never(command)
+
+    def notify(self, connection: Connection, channel: str, payload: str) -> None:
+        """Send a notification, if the database has them."""
+        call = statements_for(self.table, connection.dialect).notify(channel, payload)
+        if call is not None:
+            _rows(connection, call)
+
+    # --- claim ---------------------------------------------------------------------------------
+
+    def _claim(
+        self, connection: Connection, statements: Statements, channel: str, command: Claim
+    ) -> Claimed:
+        tasks = self._tasks.bounds()
+        if not tasks:
+            return Claimed(())
+        window = self._window
+        look = window.look(tasks, command.limit, full=command.full)
+        call = statements.claim(self._worker, self._visibility, look, command.limit, channel)
+        rows = _rows(connection, call)
+        leases = [self._lease(row) for row in rows if row.status == Status.RUNNING]
+        for row in rows:
+            if row.status != Status.RUNNING:
+                _log.error(
+                    "job %s (%s) failed: its attempts are spent",
+                    row.id,
+                    row.task,
+                    extra={"event": "exhausted", "job_id": row.id, "task": row.task},
+                )
+        # RETURNING has no order of its own.
+        order = sorted(rows, key=lambda row: (-row.priority, row.run_at, row.id))
+        position = {row.id: place for place, row in enumerate(order)}
+        leases.sort(key=lambda lease: position[lease.job_id])
+        if len(rows) >= command.limit:
+            window.relax()
+            if isinstance(rows[0].run_at, int):
+                window.claimed(((r.task, r.priority), (r.run_at, r.id)) for r in rows)
+                if command.full:
+                    in_use = _rows(connection, statements.survey(look))
+                    window.in_use((task, priority) for task, priority in in_use)
+            return Claimed(tuple(leases), more=True)
+        if not command.full:
+            return Claimed(tuple(leases))
+        waiting, next_due = _rows(connection, statements.outlook(look))[0]
+        more = waiting >= look.window and window.crowded()
+        return Claimed(tuple(leases), more=more, next_due=next_due)
+
+    def _lease(self, row: Row[Any]) -> Lease:
+        task = self._tasks.get(row.task)
+        timeout = row.timeout_s
+        if timeout is None and task is not None:
+            timeout = task.timeout
+        if timeout is None:
+            timeout = self._settings.default_timeout
+        return Lease(
+            job_id=row.id,
+            attempt=row.attempts,
+            task=row.task,
+            max_attempts=row.max_attempts,
+            timeout=timeout if timeout > 0 else None,
+            waited=max(0.0, row.waited),
+            payload=row.payload,
+            meta=row.meta or "null",
+        )
+
+    # --- settle and renew ----------------------------------------------------------------------
+
+    def _settle(
+        self,
+        connection: Connection,
+        statements: Statements,
+        channel: str,
+        outcomes: Sequence[Outcome],
+    ) -> Settled:
+        # One statement finds a row by its id, so of two attempts of one job only the later may
+        # be in it; attempts never go down, so the earlier one cannot hold the row any more.
+        latest = {outcome.lease.job_id: outcome for outcome in sorted(outcomes, key=_attempt)}
+        postponed: list[Outcome] = []
+        accepted: set[Key] = set()
+        try:
+            calls = statements.settle(self._worker, list(latest.values()), channel)
+            accepted |= self._accepted(connection, calls)
+        except DBAPIError as error:
+            if not _is_about_a_row(error):
+                raise
+            # One row may be what the database refuses (a trigger, a constraint of the user's):
+            # the others must not wait for it.
+            for outcome in latest.values():
+                try:
+                    calls = statements.settle(self._worker, [outcome], channel)
+                    accepted |= self._accepted(connection, calls)
+                except DBAPIError as single:
+                    if not _is_about_a_row(single):
+                        raise
+                    _log.exception(
+                        "the outcome of job %s could not be recorded; it is tried again",
+                        outcome.lease.job_id,
+                        extra={"event": "postponed", "job_id": outcome.lease.job_id},
+                    )
+                    postponed.append(outcome)
+        later = {outcome.lease.key for outcome in postponed}
+        refused = (o for o in outcomes if o.lease.key not in accepted | later)
+        return Settled(refused=tuple(refused), postponed=tuple(postponed))
+
+    @staticmethod
+    def _accepted(connection: Connection, calls: Sequence[Call]) -> set[Key]:
+        rows = (row for call in calls for row in _rows(connection, call))
+        return {(row[0], row[1]) for row in rows}
+
+    def _renew(self, connection: Connection, statements: Statements, command: Renew) -> Renewed:
+        latest = {lease.job_id: lease for lease in sorted(command.leases, key=lambda x: x.attempt)}
+        calls = statements.renew(self._worker, self._visibility, list(latest.values()))
+        renewed = self._accepted(connection, calls)
+        return Renewed(command, frozenset(lease.key for lease in command.leases) - renewed)
+
+    # --- chores --------------------------------------------------------------------------------
+
+    def _recover(self, connection: Connection, statements: Statements, channel: str) -> Swept:
+        try:
+            rows = _rows(connection, statements.recover(RECOVER_BATCH, channel))
+            more = len(rows) >= RECOVER_BATCH
+        except DBAPIError as error:
+            if not _is_about_a_row(error):
+                raise
+            rows, more = self._recover_singly(connection, statements, channel, error), False
+        for row in rows:
+            level = logging.WARNING if row.status == Status.PENDING else logging.ERROR
+            _log.log(
+                level,
+                "job %s (%s), attempt %s: %s",
+                row.id,
+                row.task,
+                row.attempts,
+                row.last_error,
+                extra={
+                    "event": "recovered" if row.status == Status.PENDING else "buried",
+                    "job_id": row.id,
+                    "task": row.task,
+                    "attempt": row.attempts,
+                    "max_attempts": row.max_attempts,
+                    "worker": self._worker,
+                },
+            )
+        return Swept(Chore.RECOVER, more, sum(row.status == Status.PENDING for row in rows))
+
+    def _recover_singly(
+        self, connection: Connection, statements: Statements, channel: str, cause: DBAPIError
+    ) -> list[Row[Any]]:
+        """One bad row must not keep the others: take them one by one."""
+        rows: list[Row[Any]] = []
+        refused = 0
+        for (job_id,) in _rows(connection, statements.expired(10 * RECOVER_BATCH)):
+            try:
+                rows += _rows(connection, statements.recover(1, channel, only=job_id))
+            except DBAPIError as error:
+                if not _is_about_a_row(error):
+                    raise
+                refused += 1
+                _log.exception(
+                    "job %s could not be recovered", job_id, extra={"event": "unrecoverable"}
+                )
+        if refused and not rows:
+            raise cause
+        return rows
+
+    def _prune(self, connection: Connection, statements: Statements) -> Swept:
+        rows = _rows(connection, statements.prune(PRUNE_BATCH, self._settings.retention))
+        return Swept(Chore.PRUNE, more=len(rows) >= PRUNE_BATCH)
+
+
+def _rows(connection: Connection, call: Call) -> Sequence[Row[Any]]:
+    statement, parameters = call
+    return connection.execute(statement, parameters).all()
+
+
+def _attempt(outcome: Outcome) -> int:
+    return outcome.lease.attempt
+
+
+def _is_about_a_row(error: DBAPIError) -> bool:
+    """True if the statement was refused for what is in a row, so that other rows may fare better.
+
+    By class of SQLSTATE: data exceptions, integrity violations, limits, and what triggers raise.
+    """
+    state = str(getattr(error.orig, "sqlstate", None) or "")
+    return isinstance(error, IntegrityError | DataError) or state[:2] in ("22", "23", "54", "P0")

@@ -1,0 +1,646 @@
+"""Enqueueing a job in the caller's own transaction.
+
+A job enqueued through a session is a row that the session's transaction inserts. Commit, and it
+will be attempted; roll back, the savepoint around it included, and it never existed. ::
+
+    Session = sessionmaker(engine, class_=JobSession)
+
+    with Session.begin() as session:
+        user = User(email="a@example.org")
+        session.add(user)
+        session.enqueue("send-welcome", lambda: {"user_id": user.id})
+
+A callable payload is called after a flush, when keys that the database makes are known. The
+:class:`AsyncJobSession` has the same method to await. For session classes of your own there are
+the mixins, and for any kind of session or connection, scoped ones included, the functions
+:func:`enqueue` and :func:`enqueue_async`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+
+from sqlalchemy import Connection, Engine, Table, event, insert
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session, scoped_session
+
+from ._channel import channel_of
+from ._store import statements_for
+from ._wake import wake_workers
+from .errors import AutocommitError, InvalidArgumentError, SchemaError, seconds
+from .models import Job
+from .payload import check_text, dump
+from .tasks import MAX_NAME, check_max_attempts
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import SessionTransaction
+
+    from .settings import Duration
+    from .statements import Statements
+
+    _SyncBase = Session
+    _AsyncBase = AsyncSession
+else:
+    _SyncBase = object
+    _AsyncBase = object
+
+Notify: TypeAlias = Literal["commit", "after_commit", False]
+"""When workers are told. ``"commit"``: with the commit, never without it. ``"after_commit"``: by
+a statement of its own after it, which spares busy writers that NOTIFY makes commits queue up, and
+is lost if the process dies in between. ``False``: not at all; workers find the job by polling."""
+
+AnySession: TypeAlias = "Session | scoped_session[Any] | Connection"
+AnyAsyncSession: TypeAlias = "AsyncSession | async_scoped_session[Any] | AsyncConnection"
+
+LONGEST_KEY: Final = 255
+CHUNK: Final = 5000
+"""Rows a statement of ``enqueue_many``."""
+
+_AFTER: Final = "sqlalchemy_jobs.after"
+_log = logging.getLogger("sqlalchemy_jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job for ``enqueue_many``; the fields are the arguments of :func:`enqueue`."""
+
+    task: str
+    payload: Any = field(default=None, repr=False)
+    delay: Duration | None = None
+    run_at: datetime | None = None
+    max_attempts: int | None = None
+    timeout: Duration | None = None
+    priority: int = 0
+    idempotency_key: str | None = None
+    meta: Any = field(default=None, repr=False)
+
+
+def enqueue(  # noqa: PLR0913 - the options of a job
+    session: AnySession,
+    task: str,
+    payload: Any = None,
+    *,
+    delay: Duration | None = None,
+    run_at: datetime | None = None,
+    max_attempts: int | None = None,
+    timeout: Duration | None = None,
+    priority: int = 0,
+    idempotency_key: str | None = None,
+    meta: Any = None,
+    job_class: Any = Job,
+    notify: Notify = "commit",
+    allow_autocommit: bool = False,
+) -> int | None:
+    """Enqueue a job in the transaction of *session* and return its id.
+
+    None is returned, and nothing is stored, if an unfinished job has the same *idempotency_key*;
+    if another open transaction has just stored one, this waits for its end.
+
+    session
+        A Session of any class, a scoped_session, or a Connection.
+    task
+        Which handler is to run it: 1 to 200 characters.
+    payload
+        JSON data, a dataclass, pydantic model or msgspec struct; or a callable that returns one,
+        which is called after a flush.
+    delay, run_at
+        Not before: so many seconds (or a timedelta) after this call by the database's clock, or
+        an aware datetime. Default: at once.
+    max_attempts
+        Default: the task's own, which is 3 unless it says otherwise.
+    timeout
+        Bound on one attempt, in seconds or a timedelta; 0: none. Default: the task's, else the
+        worker's.
+    priority
+        From -2 to 2; higher runs first.
+    idempotency_key
+        1 to 255 characters, compared exactly, unique among pending and running jobs of all tasks.
+    meta
+        JSON data that the queue never reads: a trace context, tags.
+    job_class
+        Your own class on :class:`JobMixin`.
+    notify
+        See :data:`Notify`. A two-phase session sends none.
+    allow_autocommit
+        Accept a session that commits every statement by itself.
+
+    Raises :class:`PayloadError` and :class:`InvalidArgumentError` before any SQL, so that the
+    transaction stays usable; :class:`AutocommitError`; :class:`SchemaError` if the table is
+    missing or older than this release.
+    """
+    job = NewJob(
+        task, payload, delay, run_at, max_attempts, timeout, priority, idempotency_key, meta
+    )
+    target = _Target(session, job_class, notify, allow_autocommit=allow_autocommit)
+    row = _row(job, target.resolve)
+    connection, statements, channel = target.connect()
+    call = statements.enqueue(row, channel)
+    with _explained():
+        inserted = connection.execute(*call).first()
+    if inserted is None:
+        return None
+    target.tell_after_commit([job.task])
+    job_id: int = inserted[0]
+    return job_id
+
+
+def enqueue_many(
+    session: AnySession,
+    jobs: Iterable[NewJob],
+    *,
+    job_class: Any = Job,
+    notify: Notify = "commit",
+    allow_autocommit: bool = False,
+) -> list[int | None]:
+    """Enqueue thousands of jobs, a statement per 5,000, and return an id or None for each.
+
+    Keys are taken in sorted order, so that two callers with the same keys do not deadlock; of
+    two jobs with one key among *jobs* the first is stored. Otherwise as :func:`enqueue`.
+    """
+    new = list(jobs)
+    target = _Target(session, job_class, notify, allow_autocommit=allow_autocommit)
+    rows = [_row(job, target.resolve) for job in new]
+    if not rows:
+        return []
+    columns = frozenset(name for row in rows for name in row)
+    filled = [{name: row.get(name, _DEFAULTS.get(name)) for name in columns} for row in rows]
+    # Sorting is stable: jobs without a key keep the caller's order, and so do those with one key.
+    order = sorted(range(len(rows)), key=lambda i: filled[i].get("idempotency_key") or "")
+    connection, statements, channel = target.connect()
+    ids: list[int | None] = [None] * len(rows)
+    for start in range(0, len(order), CHUNK):
+        places = order[start : start + CHUNK]
+        call = statements.enqueue_many([filled[i] for i in places], channel)
+        with _explained():
+            inserted = connection.execute(*call).all()
+        by_key = {row[1]: row[0] for row in inserted if row[1] is not None}
+        without_key = iter(sorted(row[0] for row in inserted if row[1] is None))
+        for i in places:
+            key = filled[i].get("idempotency_key")
+            ids[i] = next(without_key) if key is None else by_key.pop(key, None)
+    stored = {new[i].task for i, job_id in enumerate(ids) if job_id is not None}
+    if stored:
+        target.tell_after_commit(sorted(stored))
+    return ids
+
+
+async def enqueue_async(
+    session: AnyAsyncSession, task: str, payload: Any = None, **options: Any
+) -> int | None:
+    """Enqueue a job in the transaction of an async session or connection; see :func:`enqueue`."""
+    job_id: int | None = await _lent(session, enqueue, task, payload, **options)
+    return job_id
+
+
+async def enqueue_many_async(
+    session: AnyAsyncSession, jobs: Iterable[NewJob], **options: Any
+) -> list[int | None]:
+    """Enqueue thousands of jobs in the transaction of an async session; see :func:`enqueue_many`."""
+    ids: list[int | None] = await _lent(session, enqueue_many, jobs, **options)
+    return ids
+
+
+def cancel(
+    session: AnySession, job_ids: int | Sequence[int], *, job_class: Any = Job
+) -> list[int]:
+    """Cancel jobs that have not finished and return the ids of those that were.
+
+    A pending job will not run. A running one ends as cancelled at once: its worker learns it
+    when it renews the lease (every third of the visibility timeout), aborts the handler, and
+    whatever the handler did by then is done.
+    """
+    target = _Target(session, job_class, False, allow_autocommit=True)
+    connection, statements, _ = target.connect()
+    with _explained():
+        return [row[0] for row in connection.execute(*statements.cancel(_ids(job_ids)))]
+
+
+def requeue(
+    session: AnySession, job_ids: int | Sequence[int], *, job_class: Any = Job
+) -> list[int]:
+    """Give failed or cancelled jobs another attempt and return the ids of those that got one.
+
+    Left out are jobs in another status, and those whose idempotency key has meanwhile been taken
+    by an unfinished job: the others are requeued, and the transaction stays usable.
+    """
+    target = _Target(session, job_class, "commit", allow_autocommit=True)
+    connection, statements, channel = target.connect()
+    ids = _ids(job_ids)
+    try:
+        with _explained(), connection.begin_nested():
+            rows = list(connection.execute(*statements.requeue(ids)))
+    except IntegrityError:  # two of them share a key, or somebody took one in this moment
+        rows = []
+        for job_id in ids:
+            try:
+                with _explained(), connection.begin_nested():
+                    rows += connection.execute(*statements.requeue([job_id]))
+            except IntegrityError:
+                continue
+    tasks = sorted({row[1] for row in rows})
+    if channel is not None:
+        for task in tasks:
+            call = statements.notify(channel, task)
+            if call is not None:
+                connection.execute(*call).all()
+    if tasks:
+        target.tell_after_commit(tasks)
+    return [row[0] for row in rows]
+
+
+async def cancel_async(
+    session: AnyAsyncSession, job_ids: int | Sequence[int], **options: Any
+) -> list[int]:
+    """Cancel jobs through an async session or connection; see :func:`cancel`."""
+    ids: list[int] = await _lent(session, cancel, job_ids, **options)
+    return ids
+
+
+async def requeue_async(
+    session: AnyAsyncSession, job_ids: int | Sequence[int], **options: Any
+) -> list[int]:
+    """Requeue jobs through an async session or connection; see :func:`requeue`."""
+    ids: list[int] = await _lent(session, requeue, job_ids, **options)
+    return ids
+
+
+def _drop_schema_on_sqlite(
+    session: Session,
+    transaction: SessionTransaction,  # noqa: ARG001 - the event's signature
+    connection: Connection,
+) -> None:
+    """Let queries of jobs through a job session work on SQLite, which has no schemas."""
+    if connection.dialect.name == "sqlite":
+        schema = table_of(getattr(session, "job_class", Job)).schema
+        known = connection.get_execution_options().get("schema_translate_map") or {}
+        if schema is not None and schema not in known:
+            connection.execution_options(schema_translate_map={**known, schema: None})
+
+
+class JobSessionMixin(_SyncBase):
+    """Adds :meth:`enqueue` to a Session class: ``class S(JobSessionMixin, Session)``.
+
+    job_class
+        The mapped class of jobs; override it with your own.
+    job_notify
+        When workers are told; see :data:`Notify`.
+    """
+
+    job_class: ClassVar[Any] = Job
+    job_notify: ClassVar[Notify] = "commit"
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if issubclass(cls, Session):
+            event.listen(cls, "after_begin", _drop_schema_on_sqlite)
+
+    def enqueue(  # noqa: PLR0913 - the options of a job
+        self,
+        task: str,
+        payload: Any = None,
+        *,
+        delay: Duration | None = None,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        timeout: Duration | None = None,
+        priority: int = 0,
+        idempotency_key: str | None = None,
+        meta: Any = None,
+        notify: Notify | None = None,
+        allow_autocommit: bool = False,
+    ) -> int | None:
+        """Enqueue a job in this session's transaction; see :func:`sqlalchemy_jobs.enqueue`."""
+        return enqueue(
+            self,
+            task,
+            payload,
+            delay=delay,
+            run_at=run_at,
+            max_attempts=max_attempts,
+            timeout=timeout,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            meta=meta,
+            job_class=self.job_class,
+            notify=self.job_notify if notify is None else notify,
+            allow_autocommit=allow_autocommit,
+        )
+
+    def enqueue_many(
+        self,
+        jobs: Iterable[NewJob],
+        *,
+        notify: Notify | None = None,
+        allow_autocommit: bool = False,
+    ) -> list[int | None]:
+        """Enqueue thousands of jobs; see :func:`sqlalchemy_jobs.enqueue_many`."""
+        return enqueue_many(
+            self,
+            jobs,
+            job_class=self.job_class,
+            notify=self.job_notify if notify is None else notify,
+            allow_autocommit=allow_autocommit,
+        )
+
+
+class AsyncJobSessionMixin(_AsyncBase):
+    """Adds :meth:`enqueue` to an AsyncSession class: ``class S(AsyncJobSessionMixin, AsyncSession)``.
+
+    Set ``sync_session_class`` to a class with :class:`JobSessionMixin`, whose ``job_class`` and
+    ``job_notify`` count.
+    """
+
+    async def enqueue(  # noqa: PLR0913 - the options of a job
+        self,
+        task: str,
+        payload: Any = None,
+        *,
+        delay: Duration | None = None,
+        run_at: datetime | None = None,
+        max_attempts: int | None = None,
+        timeout: Duration | None = None,
+        priority: int = 0,
+        idempotency_key: str | None = None,
+        meta: Any = None,
+        notify: Notify | None = None,
+        allow_autocommit: bool = False,
+    ) -> int | None:
+        """Enqueue a job in this session's transaction; see :func:`sqlalchemy_jobs.enqueue`."""
+        return await self.run_sync(
+            _jobs_of(self).enqueue,
+            task,
+            payload,
+            delay=delay,
+            run_at=run_at,
+            max_attempts=max_attempts,
+            timeout=timeout,
+            priority=priority,
+            idempotency_key=idempotency_key,
+            meta=meta,
+            notify=notify,
+            allow_autocommit=allow_autocommit,
+        )
+
+    async def enqueue_many(
+        self,
+        jobs: Iterable[NewJob],
+        *,
+        notify: Notify | None = None,
+        allow_autocommit: bool = False,
+    ) -> list[int | None]:
+        """Enqueue thousands of jobs; see :func:`sqlalchemy_jobs.enqueue_many`."""
+        return await self.run_sync(
+            _jobs_of(self).enqueue_many, jobs, notify=notify, allow_autocommit=allow_autocommit
+        )
+
+
+class JobSession(JobSessionMixin, Session):
+    """A Session that can enqueue: ``sessionmaker(engine, class_=JobSession)``."""
+
+
+class AsyncJobSession(AsyncJobSessionMixin, AsyncSession):
+    """An AsyncSession that can enqueue: ``async_sessionmaker(engine, class_=AsyncJobSession)``."""
+
+    sync_session_class = JobSession
+    sync_session: JobSession  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def _jobs_of(session: AsyncSession) -> type[JobSessionMixin]:
+    """The class whose methods to lend: the sync session's own, if it can enqueue."""
+    kind = type(session.sync_session)
+    return kind if issubclass(kind, JobSessionMixin) else JobSessionMixin
+
+
+# --- what a job's row is ----------------------------------------------------------------------
+
+_DEFAULTS: Final = {"delay": 0.0, "priority": 0}
+
+
+def _row(job: NewJob, resolve: Callable[[Any], Any]) -> dict[str, Any]:
+    """Check a new job and return the columns that it gives; SQL comes after this.
+
+    *resolve* calls a callable payload, after a flush.
+    """
+    row: dict[str, Any] = {"task": check_text(job.task, "task", MAX_NAME)}
+    if job.delay is not None and job.run_at is not None:
+        message = "give delay or run_at, not both"
+        raise InvalidArgumentError(message)
+    if job.delay is not None:
+        row["delay"] = seconds(job.delay, "delay")
+    if job.run_at is not None:
+        row["run_at"] = _aware(job.run_at)
+    if job.max_attempts is not None:
+        row["max_attempts"] = check_max_attempts(job.max_attempts)
+    if job.timeout is not None:
+        row["timeout_s"] = seconds(job.timeout, "timeout")
+    if job.priority:
+        row["priority"] = _priority(job.priority)
+    if job.idempotency_key is not None:
+        row["idempotency_key"] = check_text(job.idempotency_key, "idempotency_key", LONGEST_KEY)
+    if job.meta is not None:
+        row["meta"] = dump(job.meta, "meta")
+    # Last: a callable may flush, and everything else is checked before any SQL.
+    row["payload"] = dump(resolve(job.payload))
+    return row
+
+
+def _aware(run_at: object) -> datetime:
+    if not isinstance(run_at, datetime):
+        message = f"run_at must be a datetime, got {type(run_at).__name__}"
+        raise InvalidArgumentError(message)
+    if run_at.utcoffset() is None:
+        message = "run_at must be aware: a naive datetime names no instant; give it a tzinfo"
+        raise InvalidArgumentError(message)
+    return run_at
+
+
+def _priority(priority: object) -> int:
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -2 <= priority <= 2:  # noqa: PLR2004 - the range of the column
+        message = f"priority must be a whole number from -2 to 2, got {priority!r}"
+        raise InvalidArgumentError(message)
+    return priority
+
+
+def _ids(job_ids: int | Sequence[int]) -> list[int]:
+    ids = [job_ids] if isinstance(job_ids, int) else list(job_ids)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        message = "job ids must be whole numbers"
+        raise InvalidArgumentError(message)
+    return sorted(set(ids))
+
+
+# --- where it goes ----------------------------------------------------------------------------
+
+
+class _Target:
+    """The session or connection in whose transaction rows are written."""
+
+    def __init__(
+        self, session: AnySession, job_class: Any, notify: Notify, *, allow_autocommit: bool
+    ) -> None:
+        if notify not in ("commit", "after_commit", False):
+            message = f"notify must be 'commit', 'after_commit' or False, got {notify!r}"
+            raise InvalidArgumentError(message)
+        given = session() if isinstance(session, scoped_session) else session
+        if isinstance(given, AsyncSession | AsyncConnection | async_scoped_session):
+            message = "this is an async session: await enqueue_async(…), or its own enqueue()"
+            raise InvalidArgumentError(message)
+        if not isinstance(given, Session | Connection):
+            message = f"a Session or a Connection is needed, got {type(given).__name__}"
+            raise InvalidArgumentError(message)
+        self._given: Session | Connection = given
+        self._job_class = job_class
+        self._table: Table = table_of(job_class)
+        self._notify: Notify = notify
+        self._allow_autocommit = allow_autocommit
+        self._engine: Engine | None = None
+        self._channel = ""
+
+    def resolve(self, payload: Any) -> Any:
+        """Call a callable payload, after a flush; a class is data that was meant otherwise."""
+        if not callable(payload) or isinstance(payload, type):
+            return payload
+        if isinstance(self._given, Session):
+            self._given.flush()
+        return payload()
+
+    def connect(self) -> tuple[Connection, Statements, str | None]:
+        """Return the transaction's connection, its statements and the channel to notify on."""
+        given = self._given
+        if isinstance(given, Session):
+            # Session.connection() never flushes, in no version of SQLAlchemy.
+            connection = given.connection(
+                bind_arguments={"mapper": self._job_class, "clause": _routed(self._table)}
+            )
+        else:
+            connection = given
+        statements = statements_for(self._table, connection.dialect)
+        if not self._allow_autocommit and _autocommits(connection):
+            message = (
+                "this session commits every statement by itself (AUTOCOMMIT), so the job would "
+                "survive a rollback; use another isolation level, or pass allow_autocommit=True"
+            )
+            raise AutocommitError(message)
+        self._engine, self._channel = connection.engine, channel_of(connection, self._table)
+        # NOTIFY cannot be prepared.
+        silent = isinstance(given, Session) and given.twophase
+        now = self._notify == "commit" and not silent
+        return connection, statements, self._channel if now else None
+
+    def tell_after_commit(self, tasks: Sequence[str]) -> None:
+        """Wake this process's workers once the transaction is committed."""
+        if not isinstance(self._given, Session):
+            return
+        _watch_sessions()
+        after: _After = self._given.info.setdefault(_AFTER, _After())
+        after.channels.add(self._channel)
+        if self._notify == "after_commit" and self._engine is not None:
+            after.notices.update((self._engine, self._table, self._channel, t) for t in tasks)
+
+
+@dataclass(slots=True)
+class _After:
+    """What to do once a session's transaction has ended well."""
+
+    channels: set[str] = field(default_factory=set)
+    notices: set[tuple[Engine, Table, str, str]] = field(default_factory=set)
+    committed: bool = False
+
+
+@cache
+def _watch_sessions() -> None:
+    event.listen(Session, "after_commit", _on_commit)
+    event.listen(Session, "after_transaction_end", _on_end)
+
+
+def _on_commit(session: Session) -> None:
+    after: _After | None = session.info.get(_AFTER)
+    if after is not None and not session.in_nested_transaction():
+        after.committed = True
+
+
+def _on_end(session: Session, transaction: SessionTransaction) -> None:
+    # Not already on commit: the session's connection must be back in the pool by now, for the
+    # notice may need it.
+    if transaction.parent is not None:
+        return
+    after: _After | None = session.info.pop(_AFTER, None)
+    if after is None or not after.committed:
+        return
+    for engine, table, channel, task in sorted(after.notices, key=lambda notice: notice[2:]):
+        call = statements_for(table, engine.dialect).notify(channel, task)
+        if call is None:
+            continue
+        try:
+            with engine.connect() as connection:
+                connection.execution_options(isolation_level="AUTOCOMMIT").execute(*call).all()
+        except Exception:
+            _log.exception("a notification could not be sent; workers find the job by polling")
+    for channel in after.channels:
+        wake_workers(channel)
+
+
+@cache
+def _routed(table: Table) -> Any:
+    """The kind of statement that will run, for sessions that route by it."""
+    return insert(table)
+
+
+def table_of(job_class: Any) -> Table:
+    """Return the table of a mapped class of jobs."""
+    table = getattr(job_class, "__table__", None)
+    if not isinstance(table, Table) or "lease_expires_at" not in table.c:
+        message = f"job_class must be a mapped class with JobMixin, got {job_class!r}"
+        raise InvalidArgumentError(message)
+    return table
+
+
+def _autocommits(connection: Connection) -> bool:
+    if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
+        return True
+    raw: Any = connection.connection.dbapi_connection
+    if connection.dialect.name == "sqlite":
+        # Without a level of its own, but begun by hand, is the documented way to BEGIN IMMEDIATE.
+        level = getattr(raw, "isolation_level", "")
+        return level is None and not getattr(raw, "in_transaction", True)
+    return getattr(raw, "autocommit", False) is True or (
+        str(getattr(raw, "isolation_level", "")).lower() == "autocommit"
+    )
+
+
+class _explained:  # noqa: N801 - used as a statement
+    """Around SQL of the caller's: never show a payload, and name the way out of a missing table."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, DBAPIError):
+            return
+        error.hide_parameters = True
+        state = str(getattr(error.orig, "sqlstate", None) or "")
+        words = str(error.orig)
+        missing = state in ("42P01", "42703", "3F000") or (
+            "no such table" in words or "has no column named" in words
+        )
+        if missing:
+            message = (
+                "the jobs table is missing or older than this release: run 'alembic upgrade head', "
+                "or add migrations.upgrade(op, ...) to a revision of your own"
+            )
+            raise SchemaError(message) from error
+
+
+async def _lent(session: AnyAsyncSession, function: Any, *args: Any, **options: Any) -> Any:
+    """Run a sync function on the sync side of an async session or connection."""
+    given = session() if isinstance(session, async_scoped_session) else session
+    if not isinstance(given, AsyncSession | AsyncConnection):
+        message = f"an AsyncSession or an AsyncConnection is needed, got {type(given).__name__}"
+        raise InvalidArgumentError(message)
+    return await given.run_sync(function, *args, **options)

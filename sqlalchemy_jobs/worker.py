@@ -1,0 +1,353 @@
+"""The sync worker: handlers in threads, for scripts and sync applications.
+
+::
+
+    worker = Worker(engine, tasks, concurrency=10)
+    worker.run()                      # until SIGINT or SIGTERM
+    worker.run(until_idle=True)       # what is due now, then return
+
+    with Worker(engine, tasks):       # beside the application's own work
+        ...
+
+The decisions are the machine's; this is the shell that carries them out with threads. Its twin
+for asyncio is ``worker_async``, method by method.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import queue
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from ._attempts import Attempt
+from ._connections import cut, describe, own_engine
+from ._core import Core, Summary, lane_of, settings_of
+from ._listen import listen_in_thread
+from ._messages import (
+    Abort,
+    Broke,
+    Claim,
+    Command,
+    DatabaseCommand,
+    Event,
+    Finished,
+    Interrupt,
+    Lease,
+    Notified,
+    Renew,
+    Settle,
+    Settled,
+    Start,
+    Stop,
+    StopRequested,
+    Sweep,
+    Wait,
+)
+from ._signals import stop_by_signal
+from ._threads import Threads
+from ._wake import register
+from .errors import SchemaError
+from .models import Job
+from .session import table_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Unpack
+
+    from sqlalchemy import Connection, Engine
+
+    from .settings import WorkerOptions
+    from .tasks import Tasks
+
+_log = logging.getLogger("sqlalchemy_jobs")
+
+
+class Worker:
+    """Runs jobs in threads. See the module's docstring and :class:`WorkerSettings`."""
+
+    def __init__(
+        self, engine: Engine, tasks: Tasks, *, job_class: Any = Job, **options: Unpack[WorkerOptions]
+    ) -> None:
+        """Make a worker for the jobs of *tasks* in the database of *engine*.
+
+        *options* are the fields of :class:`WorkerSettings`. Nothing is connected or started.
+
+        Raises :class:`UnsupportedDatabaseError` and :class:`InvalidArgumentError`.
+        """
+        own_engine(engine)  # refuses what cannot work
+        self._engine = engine
+        self._tasks = tasks
+        self._core = Core(engine, table_of(job_class), tasks, settings_of(dict(options)))
+        self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._attempts: dict[tuple[int, int], Attempt] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._running = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """The name under which this worker holds its jobs."""
+        return self._core.name
+
+    @property
+    def zombies(self) -> int:
+        """Handlers that still run although their attempts are over."""
+        return sum(attempt.aborted is not None for attempt in list(self._attempts.values()))
+
+    # --- from start to stop --------------------------------------------------------------------
+
+    def run(self, *, until_idle: bool = False) -> Summary:
+        """Run until stopped, and return how many attempts ended in which way.
+
+        On the main thread SIGINT and SIGTERM stop it: no further claim, running jobs get the
+        shutdown timeout. A second signal ends the process at once. With *until_idle* it returns
+        when nothing is due and nothing runs.
+
+        Raises :class:`SchemaError` if the table is missing or older than this release.
+        """
+        with self._started(until_idle=until_idle), stop_by_signal(self.stop):
+            self._loop()
+        return self._core.summary
+
+    def stop(self) -> None:
+        """Ask the worker to stop. Returns at once; safe from any thread, and more than once."""
+        self._inbox.put(StopRequested())
+
+    def __enter__(self) -> Self:
+        """Start in a thread of its own."""
+        self._context = self._started(until_idle=False)
+        self._context.__enter__()
+        self._thread = threading.Thread(target=self._loop_in_thread, name="jobs", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop, within the shutdown timeout, and raise what ended the worker early, if anything."""
+        assert self._thread is not None
+        self.stop()
+        self._thread.join()
+        self._thread = None
+        self._context.__exit__(None, None, None)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    @contextmanager
+    def _started(self, *, until_idle: bool) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            message = "this worker is running already"
+            raise RuntimeError(message)
+        core = self._core
+        undo: list[Callable[[], None]] = []
+        try:
+            core.begin(until_idle=until_idle)
+            self._inbox = queue.SimpleQueue()
+            self._attempts.clear()
+            self._threads = Threads(core.settings.concurrency, "jobs-handler")
+            self._context_vars = contextvars.copy_context()
+            self._lanes = {name: self._new_lane(name) for name in ("claims", "leases")}
+            self._check_schema()
+            wake = partial(self._inbox.put, Notified())
+            undo += [
+                register(core.channel, wake),
+                self._tasks.watch(wake),
+                listen_in_thread(self._engine, core, self._inbox.put, self._ask),
+            ]
+            yield
+        finally:
+            for undo_one in undo:
+                undo_one()
+            for lane in self._lanes.values():
+                lane.close()
+            self._threads.close()
+            self._running.release()
+
+    def _check_schema(self) -> None:
+        """Refuse a wrong schema at once; a database that is away is waited for."""
+        answer: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._lanes["claims"].submit(lambda _: None, answer.put)
+        try:
+            result = answer.get(timeout=self._core.machine.timing.statement_timeout)
+        except queue.Empty:
+            result = TimeoutError("no answer from the database")
+            self._lanes["claims"].abandon()
+            self._lanes["claims"] = self._new_lane("claims")
+        self._core.reached(result)
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def _loop_in_thread(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            _log.critical("worker %s ended: %s", self.name, describe(error))
+            self._failure = error
+
+    def _loop(self) -> None:
+        events: list[Event] = []
+        while True:
+            until = time.monotonic()
+            for command in self._core.handle(events):
+                match command:
+                    case Wait(until):
+                        pass
+                    case Stop():
+                        return
+                    case _:
+                        self._carry_out(command)
+            events = self._next_events(until)
+
+    def _next_events(self, until: float) -> list[Event]:
+        """Wait for an event, and take along all that are there: they are decided together."""
+        events: list[Event] = []
+        try:
+            event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
+            while True:
+                if isinstance(event, BaseException):
+                    raise event
+                events.append(event)
+                event = self._inbox.get_nowait()
+        except queue.Empty:
+            return events
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Start(lease):
+                self._start(lease)
+            case Abort():
+                self._abort(command)
+            case Interrupt(hanging):
+                self._interrupt(hanging)
+            case Claim() | Settle() | Renew() | Sweep():
+                self._submit(command)
+            case _:
+                pass
+
+    # --- database commands ---------------------------------------------------------------------
+
+    def _submit(self, command: DatabaseCommand) -> None:
+        self._lanes[lane_of(command)].submit(
+            lambda connection: self._core.store.perform(connection, command),
+            lambda answer: self._answered(command, answer),
+        )
+
+    def _ask(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
+        self._lanes["leases"].submit(work, done)
+
+    def _answered(self, command: DatabaseCommand, answer: Any) -> None:
+        if isinstance(answer, SchemaError):
+            self._inbox.put(answer)  # no retry heals it
+        elif isinstance(answer, BaseException):
+            self._inbox.put(Broke(command, describe(answer)))
+        else:
+            if isinstance(command, Settle) and isinstance(answer, Settled):
+                self._core.settled(command, answer)
+            self._inbox.put(answer)
+
+    def _interrupt(self, command: DatabaseCommand) -> None:
+        name = lane_of(command)
+        self._lanes[name].abandon()
+        self._lanes[name] = self._new_lane(name)
+        self._inbox.put(Broke(command, "TimeoutError: no answer from the database"))
+
+    def _new_lane(self, name: str) -> _Lane:
+        return _Lane(own_engine(self._engine), self._core.prepare, f"jobs-{name}")
+
+    # --- attempts ------------------------------------------------------------------------------
+
+    def _start(self, lease: Lease) -> None:
+        attempt = Attempt(lease, self._core.tasks.get(lease.task), self._core.settings)
+        self._attempts[lease.key] = attempt
+        context = self._context_vars.copy()
+        self._threads.run(lambda: context.run(self._run_attempt, attempt))
+
+    def _run_attempt(self, attempt: Attempt) -> None:
+        """Run one handler, in its own thread. Any BaseException is an outcome."""
+        error: BaseException | None = None
+        try:
+            job = attempt.begin()
+            if attempt.task.is_async:
+                asyncio.run(self._run_coroutine(attempt))
+            else:
+                attempt.task.handler(job)
+        except BaseException as raised:  # noqa: BLE001 - SystemExit and its like are outcomes too
+            error = raised
+        finished = Finished(attempt.end(error))
+        del self._attempts[attempt.lease.key]
+        self._inbox.put(finished)
+
+    @staticmethod
+    async def _run_coroutine(attempt: Attempt) -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        attempt.on_abort(lambda: loop.call_soon_threadsafe(task.cancel))
+        result = attempt.task.handler(attempt.job)
+        assert result is not None
+        await result
+
+    def _abort(self, command: Abort) -> None:
+        attempt = self._attempts.get(command.lease.key)
+        if attempt is not None:
+            attempt.abort(command.reason)
+
+
+class _Lane:
+    """A connection of the worker's own and the thread that uses it, one piece of work at a time."""
+
+    def __init__(
+        self, engine: Engine, prepare: Callable[[Connection], Connection], name: str
+    ) -> None:
+        self._engine = engine
+        self._prepare = prepare
+        self._connection: Connection | None = None
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._abandoned = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
+        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
+        self._work.put((work, done))
+
+    def close(self) -> None:
+        """Close the connection after the work that was submitted."""
+        self._work.put(None)
+
+    def abandon(self) -> None:
+        """Break the connection; nothing that was submitted is answered any more."""
+        self._abandoned = True
+        connection = self._connection
+        if connection is not None:
+            cut(getattr(connection.connection, "driver_connection", None))
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None and not self._abandoned:
+            work, done = item
+            try:
+                if self._connection is None:
+                    self._connection = self._prepare(self._engine.connect())
+                answer = work(self._connection)
+            except BaseException as error:  # noqa: BLE001 - it is the answer
+                answer = error
+                self._drop()
+            if not self._abandoned:
+                done(answer)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the connection: after an error, a new one is the way out of any state."""
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.invalidate()
+                connection.close()
+        except Exception:  # noqa: BLE001 - it is being thrown away
+            _log.debug("a connection could not be closed", exc_info=True)
+        self._engine.dispose()
