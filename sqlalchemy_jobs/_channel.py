@@ -5,6 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
+from .models import renamed
+
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Table
 
@@ -18,10 +20,7 @@ def channel_of(bind: Connection | Engine, table: Table) -> str:
     Two installations in one database never wake each other. The schema is the translated one. A
     name too long for a channel ends in a digest instead.
     """
-    translated = bind.get_execution_options().get("schema_translate_map") or {}
-    schema = translated.get(table.schema, table.schema)
-    if bind.dialect.name == "sqlite":
-        schema = None  # whatever is translated to what, it has none
+    schema = renamed(bind, table.schema)
     name = f"{schema}.{table.name}" if schema else table.name
     if len(name.encode()) <= LONGEST:
         return name

@@ -31,6 +31,7 @@ from sqlalchemy import (
     SmallInteger,
     Text,
     func,
+    inspect,
     select,
     text,
 )
@@ -162,7 +163,10 @@ class JobsMetaData(MetaData):
                 # Taken before anything is looked up: two processes would both find no table.
                 lock = func.hashtextextended("sqlalchemy-jobs create_all", 0)
                 connection.execute(select(func.pg_advisory_xact_lock(lock)))
-                connection.execute(CreateSchema(SCHEMA, if_not_exists=True))
+                schema = renamed(connection, SCHEMA)
+                # Looked up: IF NOT EXISTS needs the right to create schemas even if it exists.
+                if schema is not None and not inspect(connection).has_schema(schema):
+                    connection.execute(CreateSchema(schema, if_not_exists=True))
             super().create_all(connection, tables, checkfirst)
 
     def drop_all(
@@ -173,6 +177,15 @@ class JobsMetaData(MetaData):
     ) -> None:
         with _schemaless_on_sqlite(bind) as connection:
             super().drop_all(connection, tables, checkfirst)
+
+
+def renamed(bind: Engine | Connection, schema: str | None) -> str | None:
+    """Return what *schema* is called on *bind*: none on SQLite, else by its translate map."""
+    if bind.dialect.name == "sqlite":
+        return None
+    translated = bind.get_execution_options().get("schema_translate_map") or {}
+    found: str | None = translated.get(schema, schema)
+    return found
 
 
 @contextmanager

@@ -25,13 +25,15 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     # here; a name that does not exist yet does no harm.
     ("__init__",),
     ("worker", "worker_async"),
-    ("_listen", "_wake", "_lanes", "_handlers"),
-    ("session",),
+    ("_watchdog", "_listen"),
+    ("_core", "_attempts", "_signals", "_threads"),
+    ("_connections",),
+    ("session", "_wake", "_verdicts"),
     ("_store",),
-    ("models", "statements", "_statements_sqlite", "_window", "sqltypes", "migrations"),
-    ("tasks", "payload", "settings", "_backoff", "_log"),
+    ("models", "statements", "_statements_sqlite", "_window", "_channel", "sqltypes", "migrations"),
+    ("tasks", "payload", "_fit", "settings"),
     ("_machine", "_messages", "lifecycle"),
-    ("errors",),
+    ("errors", "_version"),
 )
 """``migrations`` stands for the whole package of that name."""
 
