@@ -268,7 +268,7 @@ class Machine:
             if event.next_due is not None:
                 wait = min(wait, max(event.next_due, SHORTEST_LOOK))
             self._look_at, self._fresh = min(now + wait, self._due_at), True
-        self._look_again, self._due_at = False, float("inf")
+        self._look_again = False
 
     def _forget(self, event: Settled, now: float) -> None:
         flight = self._land("settle")
@@ -431,6 +431,7 @@ class Machine:
         full = self._fresh or now >= self._full_at + FULL_LOOK_EVERY
         if full:
             self._full_at, self._fresh = now, False
+        self._due_at = float("inf")  # it will see what was put back until now
         self._launch(Claim(self.free, full=full), now, commands)
 
     def _plan_sweep(self, now: float, commands: list[Command]) -> None:
