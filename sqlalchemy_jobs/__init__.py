@@ -5,7 +5,7 @@ and a :class:`Worker` or :class:`AsyncWorker` runs it: at least once, one at a t
 """
 
 from ._core import Summary
-from ._version import VERSION as __version__
+from ._version import __version__
 from .errors import (
     AutocommitError,
     InvalidArgumentError,

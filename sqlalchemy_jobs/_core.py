@@ -41,7 +41,7 @@ from ._messages import (
 )
 from ._store import Store
 from ._verdicts import timed_out
-from ._version import VERSION
+from ._version import __version__
 from .errors import InvalidArgumentError, SchemaError
 from .lifecycle import Event as Life
 from .settings import WorkerSettings
@@ -79,12 +79,7 @@ class Summary:
     def attempts(self) -> int:
         """All attempts that ended."""
         return (
-            self.succeeded
-            + self.retried
-            + self.failed
-            + self.snoozed
-            + self.released
-            + self.lost
+            self.succeeded + self.retried + self.failed + self.snoozed + self.released + self.lost
         )
 
 
@@ -208,8 +203,8 @@ class Core:
                     logging.WARNING,
                     "refused",
                     outcome.lease,
-                    "its outcome (%s) was dropped: the lease was lost, or it had been recorded"
-                    % outcome.event,
+                    f"its outcome ({outcome.event}) was dropped: the lease was lost, or it "
+                    "had been recorded before",
                 )
             elif outcome.lease.key not in postponed:
                 counter = _COUNTED[outcome.event]
@@ -269,7 +264,7 @@ class Core:
             "worker %s ready: sqlalchemy-jobs %s on %s, schema revision %s, %d tasks, %d slots, "
             "LISTEN %s, attempt timeout %s, visibility timeout %g s, shutdown timeout %g s",
             self.name,
-            VERSION,
+            __version__,
             self._engine.url.render_as_string(hide_password=True),
             self.revision or "not known yet",
             len(self.tasks),

@@ -282,7 +282,9 @@ class _AsyncListener:
         if hasattr(driver, "add_termination_listener"):  # asyncpg
             driver.add_termination_listener(lambda _: self._end(ConnectionError("it was closed")))
             for channel in (listening.channel, listening.own_channel):
-                await driver.add_listener(channel, lambda _c, _p, name, said: self._hear(name, said))
+                await driver.add_listener(
+                    channel, lambda _c, _p, name, said: self._hear(name, said)
+                )
             return None
         await driver.set_autocommit(True)
         for statement in listening.statements(self._engine.sync_engine):

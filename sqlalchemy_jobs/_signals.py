@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from types import FrameType
 
 
 @contextmanager
-def stop_by_signal(stop: Callable[[], object]) -> Iterator[None]:
+def stop_by_signal(stop: Callable[[], object]) -> Generator[None, None, None]:
     """Call *stop* at the first signal, end the process at the second; then restore the handlers.
 
     Without effect on any other thread than the main one, where Python allows no handlers.

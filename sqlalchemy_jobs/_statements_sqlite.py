@@ -27,7 +27,7 @@ from sqlalchemy import (
     true,
     update,
 )
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects.sqlite import Insert, insert
 
 from .lifecycle import MOVES, Event
 from .models import KEY_TAKEN
@@ -51,7 +51,7 @@ class SqliteStatements(Statements):
     """The plain forms. The table has no schema here, for SQLite knows none."""
 
     def __init__(self, table: Table) -> None:
-        super().__init__(table.to_metadata(MetaData(), schema=None))
+        super().__init__(table.to_metadata(MetaData(), schema=None))  # type: ignore[arg-type] # its documentation accepts None
 
     def claim(self, worker: str, visibility: float, look: Look, limit: int, channel: str) -> Call:
         del channel
@@ -103,9 +103,9 @@ class SqliteStatements(Statements):
         known, _ = self._known()
         coming = and_(row.run_at > db_now(), row.run_at <= db_after(literal_column(str(HORIZON))))
         # A single writer locks nothing from anybody: the window is never crowded.
-        return select(
-            literal_column("0"), func.min(seconds_since(db_now(), row.run_at))
-        ).where(known, coming)
+        return select(literal_column("0"), func.min(seconds_since(db_now(), row.run_at))).where(
+            known, coming
+        )
 
     def renew(self, worker: str, visibility: float, leases: Sequence[Lease]) -> list[Call]:
         return [
@@ -195,27 +195,24 @@ class SqliteStatements(Statements):
     def enqueue_many(self, rows: Sequence[Mapping[str, Any]], channel: str | None) -> Call:
         del channel
         columns = frozenset(rows[0])
-        portable = [
-            {name: _portable(value) for name, value in row.items()} for row in rows
-        ]
-        return self.enqueue_many_statement(columns, False), {"rows": json.dumps(portable)}
+        portable = [{name: _portable(value) for name, value in row.items()} for row in rows]
+        return self.enqueue_many_statement(columns, notify=False), {"rows": json.dumps(portable)}
 
     def _json(self, json_text: ColumnElement[str]) -> ColumnElement[Any]:
         return json_text
 
-    def _enqueue(self, columns: frozenset[str], notify: bool) -> Executable:  # noqa: FBT001 - a cache key
+    def _enqueue(self, columns: frozenset[str], *, notify: bool) -> Executable:
         assert not notify
         statement = insert(self.table).values(self._inserted(columns))
-        return _keep_first(statement).returning(self.table.c.id)
+        statement = _keep_first(statement)
+        return statement.returning(self.table.c.id)
 
-    def _enqueue_many(self, columns: frozenset[str], notify: bool) -> Executable:  # noqa: FBT001 - a cache key
+    def _enqueue_many(self, columns: frozenset[str], *, notify: bool) -> Executable:
         assert not notify
         new = func.json_each(bindparam("rows", type_=Text)).table_valued(
             column("key", Integer), column("value", Text), name="new"
         )
-        given = {
-            name: func.json_extract(new.c.value, f"$.{name}") for name in sorted(columns)
-        }
+        given = {name: func.json_extract(new.c.value, f"$.{name}") for name in sorted(columns)}
         values: dict[str, Any] = {n: v for n, v in given.items() if n not in ("delay", "run_at")}
         values["run_at"] = db_now()
         if "delay" in given:
@@ -225,10 +222,11 @@ class SqliteStatements(Statements):
         # "WHERE true": without it SQLite reads ON CONFLICT as the condition of a join.
         source = select(*values.values()).select_from(new).where(true()).order_by(new.c.key)
         statement = insert(self.table).from_select(list(values), source, include_defaults=False)
-        return _keep_first(statement).returning(self.table.c.id, self.table.c.idempotency_key)
+        statement = _keep_first(statement)
+        return statement.returning(self.table.c.id, self.table.c.idempotency_key)
 
 
-def _keep_first(statement: Any) -> Any:
+def _keep_first(statement: Insert) -> Insert:
     return statement.on_conflict_do_nothing(
         index_elements=["idempotency_key"], index_where=text(KEY_TAKEN)
     )

@@ -99,9 +99,9 @@ class Store:
                 return self._settle(connection, statements, channel, outcomes)
             case Renew():
                 return self._renew(connection, statements, command)
-            case Sweep(Chore.RECOVER):
-                return self._recover(connection, statements, channel)
-            case Sweep(Chore.PRUNE):
+            case Sweep(chore):
+                if chore is Chore.RECOVER:
+                    return self._recover(connection, statements, channel)
                 return self._prune(connection, statements)
             case _:
                 assert_never(command)
@@ -274,7 +274,7 @@ class Store:
         return Swept(Chore.PRUNE, more=len(rows) >= PRUNE_BATCH)
 
 
-def _rows(connection: Connection, call: Call) -> Sequence[Row[Any]]:
+def _rows(connection: Connection, call: Call) -> Sequence[Any]:
     statement, parameters = call
     return connection.execute(statement, parameters).all()
 

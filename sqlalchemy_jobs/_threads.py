@@ -30,7 +30,9 @@ class Threads:
             inbox = self._idle.pop()
         except IndexError:
             inbox = SimpleQueue()
-            threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True).start()
+            threading.Thread(
+                target=self._serve, args=(inbox,), name=self._name, daemon=True
+            ).start()
         inbox.put(work)
 
     def close(self) -> None:

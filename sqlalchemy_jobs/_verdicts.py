@@ -8,9 +8,9 @@ does, the attempt gets an outcome that the database can store.
 from __future__ import annotations
 
 import logging
-import os
 import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ._messages import Outcome, Reason
@@ -32,7 +32,7 @@ LONGEST_ERROR: Final = 4000
 
 MOST_FRAMES: Final = 50
 
-_HERE: Final = os.path.dirname(__file__)
+_HERE: Final = str(Path(__file__).parent)
 _log = logging.getLogger("sqlalchemy_jobs")
 
 
@@ -92,7 +92,9 @@ def next_delay(backoff: Backoff, attempt: int) -> float:
         problem = f"it returned {delay!r}"
     except Exception as error:  # noqa: BLE001 - a user's function must not cost an outcome
         problem = f"it raised {type(error).__name__}"
-    _log.warning("the backoff of attempt %d is unusable (%s): the default is used", attempt, problem)
+    _log.warning(
+        "the backoff of attempt %d is unusable (%s): the default is used", attempt, problem
+    )
     fallback = default_backoff(attempt)
     assert isinstance(fallback, float)
     return fallback
@@ -104,7 +106,9 @@ def describe(error: BaseException) -> str:
         frames = _users_frames(error.__traceback__)
         deep = _depth(frames) > MOST_FRAMES
         limit = -MOST_FRAMES if deep else None
-        summary = traceback.TracebackException(type(error), error, frames, limit=limit, compact=True)
+        summary = traceback.TracebackException(
+            type(error), error, frames, limit=limit, compact=True
+        )
         text = "".join(summary.format())
     except BaseException:  # noqa: BLE001 - an exception may break whatever looks at it
         text = f"{type(error).__name__} (the error could not be described)"

@@ -84,12 +84,13 @@ class Watchdog:
 
     def _warn(self, seconds: float) -> None:
         task = asyncio.current_task(self._loop)
-        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 - the documented way
+        frame = sys._current_frames().get(self._loop_thread)  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] - documented, for all its name
         where = traceback.extract_stack(frame)[-1] if frame is not None else None
         place = f"{where.filename}:{where.lineno} in {where.name}" if where is not None else "?"
         _log.warning(
-            "worker %s: the event loop has been blocked for %.1f s by %s, at %s; leases are renewed "
-            "from another thread, timeouts cannot be kept. Use a def handler for code that blocks",
+            "worker %s: the event loop has been blocked for %.1f s by %s, at %s; leases are "
+            "renewed from another thread, but timeouts cannot be kept. Use a def handler for code "
+            "that blocks",
             self._core.name,
             seconds,
             self._culprit(task) or "something that is not a job",

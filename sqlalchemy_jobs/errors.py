@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Final
 
 MAX_DELAY: Final = 10 * 365.25 * 86_400
-"""Ten years, in seconds: beyond it a delay is a mistake, and an interval of PostgreSQL overflows."""
+"""Ten years, in seconds: a longer delay is a mistake, and far longer ones overflow an interval."""
 
 
 class JobsError(Exception):

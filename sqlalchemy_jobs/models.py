@@ -44,7 +44,7 @@ from .lifecycle import FINISHED, UNFINISHED, Status
 from .sqltypes import UTC, created_now
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Generator, Iterable, Sequence
 
     from sqlalchemy import Connection, Table
 
@@ -53,12 +53,13 @@ SCHEMA = "jobs"
 
 _JSON = JSON().with_variant(JSONB(), "postgresql")
 _ID = BigInteger().with_variant(Integer(), "sqlite")
-_REAL = REAL()
+_REAL: REAL[float] = REAL()
 
 
 def in_status(statuses: Iterable[Status]) -> str:
     """Return the predicate as literal SQL: as parameters, a generic plan could not use the
-    partial indexes, and the index's own predicate would not match."""
+    partial indexes, and the index's own predicate would not match.
+    """
     names = sorted(statuses, key=list(Status).index)
     if len(names) == 1:
         return f"status = '{names[0]}'"
@@ -99,10 +100,7 @@ def table_args(table: str) -> tuple[SchemaItem, ...]:
 
     return (
         PrimaryKeyConstraint("id", name=conv(f"{table}_pkey")),
-        *(
-            CheckConstraint(sql, name=conv(f"{table}_{name}_check"))
-            for name, sql in checks.items()
-        ),
+        *(CheckConstraint(sql, name=conv(f"{table}_{name}_check")) for name, sql in checks.items()),
         index("due", "task", "priority", "run_at", "id", where=pending),
         # Not on lease_expires_at: each renewal would then have to write the index too.
         index("running", "id", where=running),
@@ -154,10 +152,11 @@ class JobsMetaData(MetaData):
 
     def create_all(
         self,
-        bind: Engine | Connection,
-        tables: Collection[Table] | None = None,
+        bind: Any,
+        tables: Sequence[Table] | None = None,
         checkfirst: Any = True,  # noqa: FBT002 - the base class's signature
     ) -> None:
+        """Create the schema and the tables that are missing."""
         with _schemaless_on_sqlite(bind) as connection:
             if connection.dialect.name == "postgresql":
                 # Taken before anything is looked up: two processes would both find no table.
@@ -171,10 +170,11 @@ class JobsMetaData(MetaData):
 
     def drop_all(
         self,
-        bind: Engine | Connection,
-        tables: Collection[Table] | None = None,
+        bind: Any,
+        tables: Sequence[Table] | None = None,
         checkfirst: Any = True,  # noqa: FBT002 - the base class's signature
     ) -> None:
+        """Drop the tables; the schema stays, for others may use it."""
         with _schemaless_on_sqlite(bind) as connection:
             super().drop_all(connection, tables, checkfirst)
 
@@ -189,7 +189,7 @@ def renamed(bind: Engine | Connection, schema: str | None) -> str | None:
 
 
 @contextmanager
-def _schemaless_on_sqlite(bind: Engine | Connection) -> Iterator[Connection]:
+def _schemaless_on_sqlite(bind: Engine | Connection) -> Generator[Connection, None, None]:
     if isinstance(bind, Engine):
         with bind.begin() as connection, _schemaless_on_sqlite(connection):
             yield connection

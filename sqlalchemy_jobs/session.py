@@ -81,7 +81,7 @@ class NewJob:
     meta: Any = field(default=None, repr=False)
 
 
-def enqueue(  # noqa: PLR0913 - the options of a job
+def enqueue(
     session: AnySession,
     task: str,
     payload: Any = None,
@@ -137,7 +137,7 @@ def enqueue(  # noqa: PLR0913 - the options of a job
     job = NewJob(
         task, payload, delay, run_at, max_attempts, timeout, priority, idempotency_key, meta
     )
-    target = _Target(session, job_class, notify, allow_autocommit=allow_autocommit)
+    target = _Target(session, job_class, notify=notify, allow_autocommit=allow_autocommit)
     row = _row(job, target.resolve)
     connection, statements, channel = target.connect()
     call = statements.enqueue(row, channel)
@@ -164,7 +164,7 @@ def enqueue_many(
     two jobs with one key among *jobs* the first is stored. Otherwise as :func:`enqueue`.
     """
     new = list(jobs)
-    target = _Target(session, job_class, notify, allow_autocommit=allow_autocommit)
+    target = _Target(session, job_class, notify=notify, allow_autocommit=allow_autocommit)
     rows = [_row(job, target.resolve) for job in new]
     if not rows:
         return []
@@ -201,21 +201,19 @@ async def enqueue_async(
 async def enqueue_many_async(
     session: AnyAsyncSession, jobs: Iterable[NewJob], **options: Any
 ) -> list[int | None]:
-    """Enqueue thousands of jobs in the transaction of an async session; see :func:`enqueue_many`."""
+    """Enqueue thousands of jobs in an async session's transaction; see :func:`enqueue_many`."""
     ids: list[int | None] = await _lent(session, enqueue_many, jobs, **options)
     return ids
 
 
-def cancel(
-    session: AnySession, job_ids: int | Sequence[int], *, job_class: Any = Job
-) -> list[int]:
+def cancel(session: AnySession, job_ids: int | Sequence[int], *, job_class: Any = Job) -> list[int]:
     """Cancel jobs that have not finished and return the ids of those that were.
 
     A pending job will not run. A running one ends as cancelled at once: its worker learns it
     when it renews the lease (every third of the visibility timeout), aborts the handler, and
     whatever the handler did by then is done.
     """
-    target = _Target(session, job_class, False, allow_autocommit=True)
+    target = _Target(session, job_class, notify=False, allow_autocommit=True)
     connection, statements, _ = target.connect()
     with _explained():
         return [row[0] for row in connection.execute(*statements.cancel(_ids(job_ids)))]
@@ -229,7 +227,7 @@ def requeue(
     Left out are jobs in another status, and those whose idempotency key has meanwhile been taken
     by an unfinished job: the others are requeued, and the transaction stays usable.
     """
-    target = _Target(session, job_class, "commit", allow_autocommit=True)
+    target = _Target(session, job_class, notify="commit", allow_autocommit=True)
     connection, statements, channel = target.connect()
     ids = _ids(job_ids)
     try:
@@ -300,7 +298,7 @@ class JobSessionMixin(_SyncBase):
         if issubclass(cls, Session):
             event.listen(cls, "after_begin", _drop_schema_on_sqlite)
 
-    def enqueue(  # noqa: PLR0913 - the options of a job
+    def enqueue(
         self,
         task: str,
         payload: Any = None,
@@ -350,13 +348,15 @@ class JobSessionMixin(_SyncBase):
 
 
 class AsyncJobSessionMixin(_AsyncBase):
-    """Adds :meth:`enqueue` to an AsyncSession class: ``class S(AsyncJobSessionMixin, AsyncSession)``.
+    """Adds :meth:`enqueue` to an AsyncSession class.
+
+    ``class S(AsyncJobSessionMixin, AsyncSession)``.
 
     Set ``sync_session_class`` to a class with :class:`JobSessionMixin`, whose ``job_class`` and
     ``job_notify`` count.
     """
 
-    async def enqueue(  # noqa: PLR0913 - the options of a job
+    async def enqueue(
         self,
         task: str,
         payload: Any = None,
@@ -364,7 +364,7 @@ class AsyncJobSessionMixin(_AsyncBase):
         delay: Duration | None = None,
         run_at: datetime | None = None,
         max_attempts: int | None = None,
-        timeout: Duration | None = None,
+        timeout: Duration | None = None,  # noqa: ASYNC109 - the job's, not the call's
         priority: int = 0,
         idempotency_key: str | None = None,
         meta: Any = None,
@@ -411,10 +411,10 @@ class AsyncJobSession(AsyncJobSessionMixin, AsyncSession):
     sync_session: JobSession  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
-def _jobs_of(session: AsyncSession) -> type[JobSessionMixin]:
+def _jobs_of(session: AsyncSession) -> Any:
     """The class whose methods to lend: the sync session's own, if it can enqueue."""
     kind = type(session.sync_session)
-    return kind if issubclass(kind, JobSessionMixin) else JobSessionMixin
+    return kind if issubclass(kind, JobSessionMixin) else JobSession
 
 
 # --- what a job's row is ----------------------------------------------------------------------
@@ -482,7 +482,7 @@ class _Target:
     """The session or connection in whose transaction rows are written."""
 
     def __init__(
-        self, session: AnySession, job_class: Any, notify: Notify, *, allow_autocommit: bool
+        self, session: AnySession, job_class: Any, *, notify: Notify, allow_autocommit: bool
     ) -> None:
         if notify not in ("commit", "after_commit", False):
             message = f"notify must be 'commit', 'after_commit' or False, got {notify!r}"
@@ -580,7 +580,7 @@ def _on_end(session: Session, transaction: SessionTransaction) -> None:
         try:
             with engine.connect() as connection:
                 connection.execution_options(isolation_level="AUTOCOMMIT").execute(*call).all()
-        except Exception:
+        except Exception:  # noqa: BLE001 - the job is committed; only its notice is late
             _log.exception("a notification could not be sent; workers find the job by polling")
     for channel in after.channels:
         wake_workers(channel)

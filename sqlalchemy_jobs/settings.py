@@ -20,6 +20,7 @@ Backoff: TypeAlias = Callable[[int], Duration]
 
 DEFAULT_TIMEOUT: Final = 900.0
 LONGEST_BACKOFF: Final = 3600.0
+MOST_SLOTS: Final = 10_000
 
 
 def exponential(
@@ -36,7 +37,7 @@ def exponential(
     """
     start = seconds(first, "first")
     longest = seconds(maximum, "maximum")
-    if not 1 <= factor <= 1000 or not 0 <= jitter <= 1:
+    if not 1 <= factor <= 1000 or not 0 <= jitter <= 1:  # noqa: PLR2004 - bounds of sanity
         message = "factor must be from 1 to 1000, and jitter from 0 to 1"
         raise InvalidArgumentError(message)
 
@@ -113,8 +114,8 @@ class WorkerSettings:
         if isinstance(concurrency, bool) or not isinstance(concurrency, int):
             message = f"concurrency must be a whole number, got {concurrency!r}"
             raise InvalidArgumentError(message)
-        if not 1 <= concurrency <= 10_000:
-            message = f"concurrency must be from 1 to 10000, got {concurrency}"
+        if not 1 <= concurrency <= MOST_SLOTS:
+            message = f"concurrency must be from 1 to {MOST_SLOTS}, got {concurrency}"
             raise InvalidArgumentError(message)
         if not callable(self.backoff):
             message = "backoff must be a callable from the attempt's number to a delay"

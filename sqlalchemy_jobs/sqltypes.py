@@ -33,6 +33,7 @@ class UTC(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Return what the driver is given."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -42,6 +43,7 @@ class UTC(TypeDecorator[datetime]):
         return value.replace(tzinfo=None) if dialect.name == "sqlite" else value
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002 - the base class's signature
+        """Return the time in UTC."""
         if value is None:
             return None
         return value.replace(tzinfo=_UTC) if value.tzinfo is None else value.astimezone(_UTC)
@@ -115,7 +117,9 @@ def _(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
 
 @compiles(db_after, "postgresql")
 def _(element: db_after, compiler: SQLCompiler, **kw: Any) -> str:
-    return f"statement_timestamp() + make_interval(secs => {compiler.process(element.clauses, **kw)})"
+    return (
+        f"statement_timestamp() + make_interval(secs => {compiler.process(element.clauses, **kw)})"
+    )
 
 
 @compiles(db_after, "sqlite")

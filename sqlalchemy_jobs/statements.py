@@ -65,7 +65,7 @@ from .sqltypes import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from sqlalchemy import Alias, ColumnElement, Executable
+    from sqlalchemy import ColumnElement, Executable
 
     from ._messages import Lease, Outcome
     from ._window import Look
@@ -138,9 +138,7 @@ def changes(
     return values
 
 
-def whichever(
-    table: Table, branches: Sequence[tuple[ColumnElement[bool], Values]]
-) -> Values:
+def whichever(table: Table, branches: Sequence[tuple[ColumnElement[bool], Values]]) -> Values:
     """Merge the values of several events: of the first whose condition holds, else of the last."""
     *conditional, (_, otherwise) = branches
     if not conditional:
@@ -223,7 +221,7 @@ class Statements:
         parameters = (bindparam(name, type_=ARRAY(type_)) for name, type_ in arrays)
         return func.unnest(*parameters).table_valued(*columns).render_derived(name="pair")
 
-    def _due(self, pair: Any) -> tuple[Alias, ColumnElement[bool]]:
+    def _due(self, pair: Any) -> tuple[Any, ColumnElement[bool]]:
         """The pending rows of a pair; with a bound on run_at, a range of the index of due jobs."""
         due = self.table.alias("due")
         return due, and_(
@@ -371,7 +369,8 @@ class Statements:
 
     def _held(self) -> ColumnElement[bool]:
         """The fence. No status: locked_by is null unless running, and "status = 'running'" would
-        imply an index full of dead entries."""
+        imply an index full of dead entries.
+        """
         return and_(
             self.table.c.id == func.any(_IDS),
             self.table.c.attempts == self._of_lease(_ATTEMPTS),
@@ -510,7 +509,7 @@ class Statements:
 
     def enqueue(self, row: Mapping[str, Any], channel: str | None) -> Call:
         """Insert one job. Returns its id, or no row if its key is taken. No channel: no notice."""
-        statement = self.enqueue_statement(frozenset(row), channel is not None)
+        statement = self.enqueue_statement(frozenset(row), notify=channel is not None)
         return statement, dict(row) if channel is None else {**row, "channel": channel}
 
     def enqueue_many(self, rows: Sequence[Mapping[str, Any]], channel: str | None) -> Call:
@@ -519,7 +518,7 @@ class Statements:
         parameters: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
         if channel is not None:
             parameters["channel"] = channel
-        return self.enqueue_many_statement(columns, channel is not None), parameters
+        return self.enqueue_many_statement(columns, notify=channel is not None), parameters
 
     def cancel(self, ids: Sequence[int]) -> Call:
         """Cancel unfinished jobs; returns the ids of those that were."""
@@ -570,7 +569,7 @@ class Statements:
     def _json(self, json_text: ColumnElement[str]) -> ColumnElement[Any]:
         return cast(json_text, JSONB)
 
-    def _enqueue(self, columns: frozenset[str], notify: bool) -> Executable:  # noqa: FBT001 - a cache key
+    def _enqueue(self, columns: frozenset[str], *, notify: bool) -> Executable:
         statement = insert(self.table).values(self._inserted(columns))
         if "idempotency_key" in columns:
             statement = statement.on_conflict_do_nothing(
@@ -581,7 +580,7 @@ class Statements:
             return statement.returning(self.table.c.id, told)
         return statement.returning(self.table.c.id)
 
-    def _enqueue_many(self, columns: frozenset[str], notify: bool) -> Executable:  # noqa: FBT001 - a cache key
+    def _enqueue_many(self, columns: frozenset[str], *, notify: bool) -> Executable:
         names = sorted(columns)
         types: dict[str, Any] = {"delay": Float, "payload": Text, "meta": Text, "run_at": UTC()}
         types |= {n: self.table.c[n].type for n in names if n not in types}

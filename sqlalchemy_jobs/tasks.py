@@ -80,7 +80,16 @@ class JobContext(Generic[P]):
         stopping worker has waited long enough.
     """
 
-    __slots__ = ("attempt", "cancelled", "deadline", "id", "max_attempts", "meta", "payload", "task")
+    __slots__ = (
+        "attempt",
+        "cancelled",
+        "deadline",
+        "id",
+        "max_attempts",
+        "meta",
+        "payload",
+        "task",
+    )
 
     def __init__(self, lease: Lease, payload: P) -> None:
         self.id = lease.job_id
@@ -119,6 +128,7 @@ class Task:
     is_async: bool
 
     def __call__(self, job: JobContext[Any]) -> Awaitable[None] | None:
+        """Call the handler."""
         return self.handler(job)
 
 
@@ -173,7 +183,7 @@ class Tasks:
         timeout: Duration | None = None,
         backoff: Backoff | None = None,
     ) -> Task:
-        """Register *handler*, as :meth:`task` does. A running worker takes it with its next look."""
+        """Register *handler*, as :meth:`task` does; a running worker takes it at its next look."""
         if not callable(handler):
             message = f"a handler must be callable, got {type(handler).__name__}"
             raise TaskError(message)

@@ -57,7 +57,7 @@ from .models import Job
 from .session import table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from typing import Unpack
 
     from sqlalchemy import Connection, Engine
@@ -72,7 +72,12 @@ class Worker:
     """Runs jobs in threads. See the module's docstring and :class:`WorkerSettings`."""
 
     def __init__(
-        self, engine: Engine, tasks: Tasks, *, job_class: Any = Job, **options: Unpack[WorkerOptions]
+        self,
+        engine: Engine,
+        tasks: Tasks,
+        *,
+        job_class: Any = Job,
+        **options: Unpack[WorkerOptions],
     ) -> None:
         """Make a worker for the jobs of *tasks* in the database of *engine*.
 
@@ -140,7 +145,7 @@ class Worker:
             raise failure
 
     @contextmanager
-    def _started(self, *, until_idle: bool) -> Iterator[None]:
+    def _started(self, *, until_idle: bool) -> Generator[None, None, None]:
         if not self._running.acquire(blocking=False):
             message = "this worker is running already"
             raise RuntimeError(message)
@@ -186,7 +191,7 @@ class Worker:
     def _loop_in_thread(self) -> None:
         try:
             self._loop()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again when the worker is left
             _log.critical("worker %s ended: %s", self.name, describe(error))
             self._failure = error
 

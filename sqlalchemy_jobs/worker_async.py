@@ -60,7 +60,7 @@ from .models import Job
 from .session import table_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, Callable
     from typing import Unpack
 
     from sqlalchemy import Connection
@@ -163,7 +163,7 @@ class AsyncWorker:
             raise failure
 
     @asynccontextmanager
-    async def _started(self, *, until_idle: bool) -> AsyncIterator[None]:
+    async def _started(self, *, until_idle: bool) -> AsyncGenerator[None, None]:
         if self._running:
             message = "this worker is running already"
             raise RuntimeError(message)
@@ -215,7 +215,7 @@ class AsyncWorker:
     async def _loop_in_task(self) -> None:
         try:
             await self._loop()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again when the worker is left
             _log.critical("worker %s ended: %s", self.name, describe(error))
             self._failure = error
 
