@@ -256,6 +256,7 @@ class _AsyncListener:
     async def run(self) -> None:
         while True:
             reader: asyncio.Task[None] | None = None
+            driver: Any = None
             self._lost, self._returned = None, False
             try:
                 connection = await self._engine.connect()
@@ -280,16 +281,20 @@ class _AsyncListener:
         keep_alive(driver)
         listening = self._listening
         if hasattr(driver, "add_termination_listener"):  # asyncpg
-            driver.add_termination_listener(lambda _: self._end(ConnectionError("it was closed")))
+            driver.add_termination_listener(self._closed)
             for channel in (listening.channel, listening.own_channel):
-                await driver.add_listener(
-                    channel, lambda _c, _p, name, said: self._hear(name, said)
-                )
+                await driver.add_listener(channel, self._notified)
             return None
         await driver.set_autocommit(True)
         for statement in listening.statements(self._engine.sync_engine):
             await driver.execute(statement)
         return asyncio.get_running_loop().create_task(self._read(driver), name="jobs-notifies")
+
+    def _closed(self, connection: object) -> None:  # noqa: ARG002 - the driver's signature
+        self._end(ConnectionError("it was closed"))
+
+    def _notified(self, connection: object, pid: int, channel: str, payload: str) -> None:  # noqa: ARG002 - the driver's signature
+        self._hear(channel, payload)
 
     async def _read(self, driver: Any) -> None:
         try:

@@ -103,9 +103,9 @@ class SqliteStatements(Statements):
         known, _ = self._known()
         coming = and_(row.run_at > db_now(), row.run_at <= db_after(literal_column(str(HORIZON))))
         # A single writer locks nothing from anybody: the window is never crowded.
-        return select(literal_column("0"), func.min(seconds_since(db_now(), row.run_at))).where(
-            known, coming
-        )
+        return select(
+            literal_column("0", Integer), func.min(seconds_since(db_now(), row.run_at))
+        ).where(known, coming)
 
     def renew(self, worker: str, visibility: float, leases: Sequence[Lease]) -> list[Call]:
         return [

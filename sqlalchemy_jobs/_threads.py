@@ -29,7 +29,7 @@ class Threads:
         try:
             inbox = self._idle.pop()
         except IndexError:
-            inbox = SimpleQueue()
+            inbox = SimpleQueue[Work | None]()
             threading.Thread(
                 target=self._serve, args=(inbox,), name=self._name, daemon=True
             ).start()

@@ -183,9 +183,9 @@ def renamed(bind: Engine | Connection, schema: str | None) -> str | None:
     """Return what *schema* is called on *bind*: none on SQLite, else by its translate map."""
     if bind.dialect.name == "sqlite":
         return None
-    translated = bind.get_execution_options().get("schema_translate_map") or {}
-    found: str | None = translated.get(schema, schema)
-    return found
+    translated: dict[str | None, str | None] | None
+    translated = bind.get_execution_options().get("schema_translate_map")
+    return translated.get(schema, schema) if translated else schema
 
 
 @contextmanager

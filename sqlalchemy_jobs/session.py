@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from sqlalchemy import Connection, Engine, Table, event, insert
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -234,7 +234,7 @@ def requeue(
         with _explained(), connection.begin_nested():
             rows = list(connection.execute(*statements.requeue(ids)))
     except IntegrityError:  # two of them share a key, or somebody took one in this moment
-        rows = []
+        rows: list[Any] = []
         for job_id in ids:
             try:
                 with _explained(), connection.begin_nested():
@@ -276,9 +276,10 @@ def _drop_schema_on_sqlite(
     """Let queries of jobs through a job session work on SQLite, which has no schemas."""
     if connection.dialect.name == "sqlite":
         schema = table_of(getattr(session, "job_class", Job)).schema
-        known = connection.get_execution_options().get("schema_translate_map") or {}
-        if schema is not None and schema not in known:
-            connection.execution_options(schema_translate_map={**known, schema: None})
+        known: dict[str | None, str | None] | None
+        known = connection.get_execution_options().get("schema_translate_map")
+        if schema is not None and schema not in (known or {}):
+            connection.execution_options(schema_translate_map={**(known or {}), schema: None})
 
 
 class JobSessionMixin(_SyncBase):
@@ -548,8 +549,10 @@ class _Target:
 class _After:
     """What to do once a session's transaction has ended well."""
 
-    channels: set[str] = field(default_factory=set)
-    notices: set[tuple[Engine, Table, str, str]] = field(default_factory=set)
+    channels: set[str] = field(default_factory=set[str])
+    notices: set[tuple[Engine, Table, str, str]] = field(
+        default_factory=set[tuple[Engine, "Table", str, str]]
+    )
     committed: bool = False
 
 
@@ -594,11 +597,12 @@ def _routed(table: Table) -> Any:
 
 def table_of(job_class: Any) -> Table:
     """Return the table of a mapped class of jobs."""
-    table = getattr(job_class, "__table__", None)
-    if not isinstance(table, Table) or "lease_expires_at" not in table.c:
+    table: Any = getattr(job_class, "__table__", None)
+    columns: Any = getattr(table, "c", ())
+    if not isinstance(table, Table) or "lease_expires_at" not in columns:
         message = f"job_class must be a mapped class with JobMixin, got {job_class!r}"
         raise InvalidArgumentError(message)
-    return table
+    return cast("Table", table)
 
 
 def _autocommits(connection: Connection) -> bool:

@@ -11,7 +11,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import JSON, BigInteger, DateTime, Float, TypeDecorator
-from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -87,8 +86,8 @@ class element_at(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
     inherit_cache = True
 
     def __init__(self, array: ColumnElement[Any], index: ColumnElement[int]) -> None:
-        assert isinstance(array.type, postgresql.ARRAY)
-        self.type = array.type.item_type
+        kind: Any = array.type  # an ARRAY
+        self.type: Any = kind.item_type
         super().__init__(array, index)
 
 

@@ -82,6 +82,7 @@ _BOUND_WORKER: Final = bindparam("worker", type_=Text)
 _VISIBILITY: Final = bindparam("visibility", type_=Float)
 _LIMIT: Final = bindparam("limit", type_=Integer)
 _CHANNEL: Final = bindparam("channel", type_=Text)
+_ONE: Final[ColumnElement[int]] = literal_column("1", Integer)
 
 
 def changes(
@@ -160,18 +161,20 @@ def literal_status(statuses: Iterable[Status], alias: str = "") -> ColumnElement
 
 def attempts_left(table: Table, bound: ColumnElement[int] | None = None) -> ColumnElement[bool]:
     """Return "another attempt may be made". *bound* stands in for a null ``max_attempts``."""
-    fallback = literal_column(str(DEFAULT_MAX_ATTEMPTS)) if bound is None else bound
-    return table.c.attempts < func.coalesce(table.c.max_attempts, fallback)
+    fallback: ColumnElement[int] = literal_column(str(DEFAULT_MAX_ATTEMPTS), Integer)
+    return table.c.attempts < func.coalesce(
+        table.c.max_attempts, fallback if bound is None else bound
+    )
 
 
 def lost_lease(table: Table, ending: str) -> ColumnElement[str]:
     """Return the error of an attempt whose lease ran out: who held it, until when."""
     return (
-        literal_column("'worker '")
+        literal_column("'worker '", Text)
         + table.c.locked_by
-        + literal_column("' was lost: its lease ran out at '")
+        + literal_column("' was lost: its lease ran out at '", Text)
         + cast(table.c.lease_expires_at, Text)
-        + literal_column(f"'{ending}'")
+        + literal_column(f"'{ending}'", Text)
     )
 
 
@@ -314,14 +317,14 @@ class Statements:
     def _survey(self) -> Executable:
         pair = self._pair()
         due, of_pair = self._due(pair)
-        waiting = exists(select(literal_column("1")).where(of_pair, due.c.run_at <= db_now()))
+        waiting = exists(select(_ONE).where(of_pair, due.c.run_at <= db_now()))
         return select(pair.c.tasks, pair.c.priorities).where(waiting)
 
     def _outlook(self) -> Executable:
         pair = self._pair()
         due, of_pair = self._due(pair)
         waiting = (
-            select(literal_column("1").label("one"))
+            select(_ONE.label("one"))
             .where(of_pair, due.c.run_at <= db_now())
             .limit(bindparam("window", type_=Integer))
             .correlate(pair)
@@ -406,12 +409,8 @@ class Statements:
             told = func.pg_notify(_CHANNEL, self.table.c.task)
             # Read from the row as it is now: only a move back to pending wakes anybody.
             returned.append(case((literal_status({Status.PENDING}), told)))
-        return (
-            update(self.table)
-            .where(self._held())
-            .values(whichever(self.table, branches))
-            .returning(*returned)
-        )
+        statement = update(self.table).where(self._held()).values(whichever(self.table, branches))
+        return statement.returning(*returned)  # pyright: ignore[reportUnknownVariableType]
 
     # --- chores --------------------------------------------------------------------------------
 
@@ -534,7 +533,7 @@ class Statements:
         """Give ended jobs another attempt, unless their key is taken; returns id and task."""
         other = self.table.alias("other")
         taken = exists(
-            select(literal_column("1")).where(
+            select(_ONE).where(
                 other.c.idempotency_key == self.table.c.idempotency_key,
                 literal_status(UNFINISHED, "other"),
             )
