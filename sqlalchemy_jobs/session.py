@@ -230,15 +230,15 @@ def requeue(
     target = _Target(session, job_class, notify="commit", allow_autocommit=True)
     connection, statements, channel = target.connect()
     ids = _ids(job_ids)
+    rows: list[Any] = []
     try:
         with _explained(), connection.begin_nested():
-            rows = list(connection.execute(*statements.requeue(ids)))
+            rows.extend(connection.execute(*statements.requeue(ids)))
     except IntegrityError:  # two of them share a key, or somebody took one in this moment
-        rows: list[Any] = []
         for job_id in ids:
             try:
                 with _explained(), connection.begin_nested():
-                    rows += connection.execute(*statements.requeue([job_id]))
+                    rows.extend(connection.execute(*statements.requeue([job_id])))
             except IntegrityError:
                 continue
     tasks = sorted({row[1] for row in rows})
