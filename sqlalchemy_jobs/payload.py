@@ -37,35 +37,21 @@ import json
 import re
 import sys
 from collections import abc
-from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
-from datetime import date, datetime, time, timedelta
+from dataclasses import fields, is_dataclass
+from datetime import date, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from functools import lru_cache
 from math import isfinite
-from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Final,
-    Literal,
-    NoReturn,
-    NotRequired,
-    Required,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from uuid import UUID
 
+from ._fit import derives, fit, named
 from .errors import InvalidArgumentError, PayloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Iterable
+
+    from ._fit import Step
 
 MAX_DEPTH: Final = 100
 """Levels of nesting in a payload. More is a mistake, and Python's json reads only about 1,000."""
@@ -79,8 +65,6 @@ _HUGE: Final = 10**_MAX_DIGITS
 _MAX_KEY: Final = 40
 _MAX_PATH: Final = 300
 _MAX_PROBLEMS: Final = 5
-
-_Step: TypeAlias = str | int
 
 
 # --- Python to JSON
@@ -121,9 +105,9 @@ class _Refusal(Exception):  # noqa: N818 - unwinds the walk, gathering the path
         super().__init__()
         self.reason = reason
         self.culprit = culprit
-        self.steps: list[_Step] = []
+        self.steps: list[Step] = []
 
-    def passes(self, container: object, step: _Step | None) -> None:
+    def passes(self, container: object, step: Step | None) -> None:
         """Add the *step* that led from *container* to the refused value."""
         if container is self.culprit:
             self.reason = "a circular reference, it contains itself"
@@ -210,10 +194,10 @@ def _converted(value: Any, kind: type[Any], room: int) -> Any:
     # First of all: mapped classes may be dataclasses or pydantic models too.
     if hasattr(kind, "__mapper__") or hasattr(kind, "_sa_class_manager"):
         _refuse(f"{_kind(kind)} is an ORM instance; pass the id, not the object")
-    if _derives(kind, "pydantic.main", "BaseModel"):
+    if derives(kind, "pydantic.main", "BaseModel"):
         # No warnings: theirs show values.
         return _plain(value.model_dump(mode="json", round_trip=True, warnings=False), room)
-    if _derives(kind, "msgspec", "Struct"):
+    if derives(kind, "msgspec", "Struct"):
         return _plain(sys.modules["msgspec"].to_builtins(value, str_keys=True), room)
     if is_dataclass(kind):
         pairs = ((field.name, getattr(value, field.name)) for field in fields(kind) if field.init)
@@ -260,14 +244,56 @@ _HINTS: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
 )
 
 
-def _derives(kind: type[Any], module: str, name: str) -> bool:
-    """Tell whether *kind* derives from a class that nobody needs to have imported."""
-    return getattr(sys.modules.get(module), name, None) in kind.__mro__
-
-
 def _kind(kind: type[Any]) -> str:
     module = kind.__module__
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
+
+
+# --- JSON to Python
+
+
+def load(text: str, into: Any = None, name: str = "payload") -> Any:
+    """Return the value of the JSON *text*, built into the annotation *into* unless that is None.
+
+    Raises :class:`PayloadError` when the text is not JSON or does not fit, naming up to five
+    places by paths that start with *name*, and :class:`InvalidArgumentError` for an annotation
+    that cannot be built from JSON.
+    """
+    value = _parsed(text, name)
+    if into is None:
+        return value
+    built, problems = fit(value, into)
+    if not problems:
+        return built
+    listed = [
+        f"{_path(name, at.steps() if at else ())}: {what}" for at, what in problems[:_MAX_PROBLEMS]
+    ]
+    if more := len(problems) - len(listed):
+        listed.append(f"and {more} more")
+    message = f"{name} does not fit {named(into)}: {'; '.join(listed)}"
+    raise PayloadError(message)
+
+
+def _no_constant(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+_decode = json.JSONDecoder(parse_constant=_no_constant).decode
+
+
+def _parsed(text: str, name: str) -> Any:
+    # A row edited by hand holds anything, on SQLite even numbers and bytes.
+    if not isinstance(text, str):
+        where = f"it is {_kind(type(text))}"
+    else:
+        try:
+            return _decode(text)
+        except json.JSONDecodeError as error:
+            where = f"at character {error.pos}"
+        except (ValueError, RecursionError):
+            where = "NaN, an infinity, a number of too many digits or too deep"
+    message = f"{name} is not JSON: {where}"
+    raise PayloadError(message)
 
 
 # --- Text
@@ -325,11 +351,11 @@ def storable(text: str, limit: int) -> str:
     return _UNSTORABLE.sub("\ufffd", text)
 
 
-def _path(name: str, steps: Iterable[_Step]) -> str:
+def _path(name: str, steps: Iterable[Step]) -> str:
     return storable(name + "".join(map(_shown, steps)), _MAX_PATH)
 
 
-def _shown(step: _Step) -> str:
+def _shown(step: Step) -> str:
     if isinstance(step, int):
         return f"[{step}]"
     key = step if len(step) <= _MAX_KEY else step[: _MAX_KEY - 1] + "…"
@@ -337,354 +363,3 @@ def _shown(step: _Step) -> str:
         return f".{key}"
     shown = (char if char.isprintable() and char not in '"\\' else repr(char)[1:-1] for char in key)
     return '["{}"]'.format("".join(shown).replace('"', '\\"'))
-
-
-# --- JSON to Python
-
-
-class _At:
-    """A place in the payload; the path is only written when there is something to say."""
-
-    __slots__ = ("above", "step")
-
-    def __init__(self, above: _At | None, step: _Step) -> None:
-        self.above = above
-        self.step = step
-
-    def steps(self) -> list[_Step]:
-        steps: list[_Step] = []
-        at: _At | None = self
-        while at is not None:
-            steps.append(at.step)
-            at = at.above
-        return steps[::-1]
-
-
-_Problem: TypeAlias = tuple[_At | None, str]
-_Build: TypeAlias = "Callable[[Any, Any, _At | None, list[_Problem]], Any]"
-
-
-def load(text: str, into: Any = None, name: str = "payload") -> Any:
-    """Return the value of the JSON *text*, built into the annotation *into* unless that is None.
-
-    Raises :class:`PayloadError` when the text is not JSON or does not fit, naming up to five
-    places by paths that start with *name*, and :class:`InvalidArgumentError` for an annotation
-    that cannot be built from JSON.
-    """
-    value = _parsed(text, name)
-    if into is None:
-        return value
-    built: Any = None
-    problems: list[_Problem] = []
-    try:
-        built = _fit(value, into, None, problems)
-    except RecursionError:
-        problems.append((None, "nested too deep"))
-    if not problems:
-        return built
-    listed = [
-        f"{_path(name, at.steps() if at else ())}: {what}" for at, what in problems[:_MAX_PROBLEMS]
-    ]
-    if more := len(problems) - len(listed):
-        listed.append(f"and {more} more")
-    message = f"{name} does not fit {_named(into)}: {'; '.join(listed)}"
-    raise PayloadError(message)
-
-
-def _no_constant(constant: str) -> Any:
-    raise ValueError(constant)
-
-
-_decode = json.JSONDecoder(parse_constant=_no_constant).decode
-
-
-def _parsed(text: str, name: str) -> Any:
-    # A row edited by hand holds anything, on SQLite even numbers and bytes.
-    if not isinstance(text, str):
-        where = f"it is {_kind(type(text))}"
-    else:
-        try:
-            return _decode(text)
-        except json.JSONDecodeError as error:
-            where = f"at character {error.pos}"
-        except (ValueError, RecursionError):
-            where = "NaN, an infinity, a number of too many digits or too deep"
-    message = f"{name} is not JSON: {where}"
-    raise PayloadError(message)
-
-
-def _fit(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    """Return *value* built into *hint*; what does not fit is added to *problems* instead."""
-    if hint is Any or hint is object or (type(value) is hint and hint in _EXACT):
-        return value
-    shape, build = _FORMS.get(get_origin(hint) or hint) or _form(hint)
-    if shape is None or type(value) is shape:
-        return build(value, hint, at, problems)
-    return _misfit(value, hint, at, problems)
-
-
-def _form(hint: Any) -> tuple[type | None, _Build]:
-    """Return the JSON type that a class is built from, if only one will do, and its builder."""
-    kind: Any = get_origin(hint) or hint
-    if not isinstance(kind, type):
-        if _alias(hint) is not None:
-            return None, _fit_alias
-    elif _derives(kind, "pydantic.main", "BaseModel"):
-        return None, _fit_pydantic
-    elif _derives(kind, "msgspec", "Struct"):
-        return None, _fit_msgspec
-    elif kind is hint:
-        if is_dataclass(hint) or hasattr(hint, "__required_keys__"):
-            return dict, _fit_fields
-        if issubclass(kind, Enum):
-            return None, _fit_enum
-    message = f"a payload cannot be built into {_named(hint)}; annotate it with a dataclass, say"
-    raise InvalidArgumentError(message)
-
-
-def _misfit(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> None:
-    problems.append((at, f"expected {_named(hint)}, found {_FOUND[type(value)]}"))
-
-
-def _refused(hint: Any, error: Exception, at: _At | None, problems: list[_Problem]) -> None:
-    problems.append((at, f"{_named(hint)} refused it ({type(error).__name__})"))
-
-
-def _named(hint: Any) -> str:
-    if hint is None or hint is NoneType:
-        return "null"
-    if get_origin(hint) in {Union, UnionType}:
-        return " or ".join(map(_named, get_args(hint)))
-    if get_origin(hint) in _QUALIFIERS:
-        return _named(get_args(hint)[0])
-    if get_origin(hint) is None and isinstance(hint, type):
-        return hint.__name__
-    return storable(str(hint).replace("typing.", ""), 80)
-
-
-def _alias(hint: Any) -> Any:
-    """Return what a NewType or a ``type`` statement stands for, or None."""
-    return getattr(hint, "__supertype__", None) or getattr(hint, "__value__", None)
-
-
-def _fit_alias(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    return _fit(value, _alias(hint), at, problems)
-
-
-def _fit_qualified(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    return _fit(value, get_args(hint)[0], at, problems)
-
-
-def _fit_literal(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    for choice in get_args(hint):
-        plain = choice.value if isinstance(choice, Enum) else choice
-        if type(plain) is type(value) and plain == value:
-            return choice
-    return _misfit(value, hint, at, problems)
-
-
-def _fit_enum(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    with suppress(Exception):  # a _missing_ is the user's
-        member = hint(value)
-        if type(member.value) is type(value):  # True == 1 == 1.0
-            return member
-    return _misfit(value, hint, at, problems)
-
-
-def _fit_exact(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    if value is None and hint is None:
-        return None
-    return _misfit(value, hint, at, problems)  # what fits did not come this far
-
-
-def _fit_float(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    if type(value) is int and abs(value) <= sys.float_info.max:
-        return float(value)
-    return _misfit(value, hint, at, problems)
-
-
-def _fit_text(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    try:
-        return _FROM_TEXT[hint](value)
-    except (ValueError, ArithmeticError):
-        problems.append((at, f"expected {_named(hint)} as text, found other text"))
-
-
-def _fit_union(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    choices = [choice for choice in get_args(hint) if choice is not NoneType]
-    if value is None and len(choices) < len(get_args(hint)):
-        return None
-    if len(choices) == 1:
-        return _fit(value, choices[0], at, problems)
-    for choice in choices:
-        misfits: list[_Problem] = []
-        built = _fit(value, choice, at, misfits)
-        if not misfits:
-            return built
-    return _misfit(value, hint, at, problems)
-
-
-def _fit_list(value: list[Any], hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    (wanted,) = get_args(hint) or (Any,)
-    return [_fit(item, wanted, _At(at, i), problems) for i, item in enumerate(value)]
-
-
-def _fit_set(value: list[Any], hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    items = _fit_list(value, hint, at, problems)
-    try:
-        return (frozenset if frozenset in {hint, get_origin(hint)} else set)(items)
-    except TypeError:
-        problems.append((at, f"expected {_named(hint)}, found items that no set can hold"))
-
-
-def _fit_tuple(value: list[Any], hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    wanted = (Any, ...) if hint is tuple else get_args(hint)
-    if wanted[1:] == (...,):
-        wanted = wanted[:1] * len(value)
-    if len(value) == len(wanted):
-        return tuple(_fit(value[i], kind, _At(at, i), problems) for i, kind in enumerate(wanted))
-    problems.append((at, f"expected {_named(hint)}, found an array of {len(value)}"))
-    return None
-
-
-def _fit_dict(value: dict[str, Any], hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    wanted_key, wanted = get_args(hint) or (Any, Any)
-    built: dict[Any, Any] = {}
-    for key, item in value.items():
-        place = _At(at, key)
-        built[_fit(key, wanted_key, place, problems)] = _fit(item, wanted, place, problems)
-    return built
-
-
-def _fit_fields(value: dict[str, Any], hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    """Build a dataclass or a TypedDict."""
-    before = len(problems)
-    members = _members(hint)
-    built: dict[str, Any] = {}
-    for key, item in value.items():
-        if key in members:
-            built[key] = _fit(item, members[key][0], _At(at, key), problems)
-        else:
-            problems.append((_At(at, key), f"unknown field of {_named(hint)}"))
-    for key, (wanted, required) in members.items():
-        if required and key not in value:
-            problems.append((_At(at, key), f"missing, expected {_named(wanted)}"))
-    if len(problems) > before:
-        return None
-    try:
-        return hint(**built)
-    except Exception as error:  # noqa: BLE001 - a __post_init__ is the user's, and its message too
-        return _refused(hint, error, at, problems)
-
-
-@lru_cache(maxsize=512)
-def _members(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the annotation of each field, and whether the field is required."""
-    try:
-        hints = get_type_hints(kind, include_extras=True)
-    except Exception as error:
-        message = f"the annotations of {_named(kind)} cannot be resolved: {error}"
-        raise InvalidArgumentError(message) from error
-    required: Collection[str] = getattr(kind, "__required_keys__", ())
-    if is_dataclass(kind):
-        return {
-            field.name: (hints[field.name], field.default is field.default_factory is MISSING)
-            for field in fields(kind)
-            if field.init
-        }
-    # With postponed annotations, the class itself has not seen its qualifiers.
-    marks = {Required: True, NotRequired: False}
-    return {
-        key: (hint, marks.get(get_origin(hint), key in required)) for key, hint in hints.items()
-    }
-
-
-def _fit_pydantic(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    # As JSON, not as Python objects: strict models and many custom types know the difference.
-    validate = hint.model_validate_json
-    # dump() writes the names of fields, people write aliases. Before 2.11 only aliases are known.
-    both = "by_name" in (getattr(validate, "__kwdefaults__", None) or {})
-    try:
-        return validate(_encode(value), **({"by_alias": True, "by_name": True} if both else {}))
-    except RecursionError:
-        raise
-    except Exception as error:  # noqa: BLE001 - validators are the user's, and their messages too
-        raised: Any = error
-    try:
-        details = raised.errors(include_url=False, include_context=False, include_input=False)
-    except Exception:  # noqa: BLE001 - no ValidationError, or one that cannot be told
-        return _refused(hint, raised, at, problems)
-    for detail in details:
-        place = at
-        for step in detail["loc"]:
-            place = _At(place, step)
-        told, kind = detail["msg"], detail["type"]
-        if not _PYDANTIC_TOLD.fullmatch(kind):
-            told = f"does not fit ({kind})"
-        problems.append((place, told.partition(", ")[0] if kind.endswith("_parsing") else told))
-    return None
-
-
-def _fit_msgspec(value: Any, hint: Any, at: _At | None, problems: list[_Problem]) -> Any:
-    try:
-        return sys.modules["msgspec"].convert(value, hint, str_keys=True)
-    except RecursionError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a __post_init__ is the user's, and its message too
-        raised = error
-    message, _, where = str(raised).partition(" - at ")
-    for step in re.findall(r"\.\.\.|[^.`$\[\]]+", where.removeprefix("`key` in ")):
-        at = _At(at, int(step) if step.isdecimal() else step)
-    told = None if raised.__cause__ else _MSGSPEC_TOLD.match(message)
-    if told is None:
-        return _refused(hint, raised, at, problems)
-    problems.append((at, told.group()))
-    return None
-
-
-# The messages of the two that speak of the annotation only.
-_PYDANTIC_TOLD: Final = re.compile(
-    "missing|extra_forbidden|enum|literal_error|(greater|less)_than(_equal)?|string_too_(short|long)"
-    "|(bool|int|float|string|list|dict|set|tuple|model|date|time|datetime|uuid|decimal)_type"
-    "|(bool|int|float|date|time|datetime|uuid|decimal)_parsing"
-)
-_MSGSPEC_TOLD: Final = re.compile(
-    "Expected .*|Object missing required field .*|Object contains unknown field"
-    "|Invalid (enum value|value|UUID|RFC3339 encoded [a-z]+|base64 encoded string)"
-)
-
-_QUALIFIERS: Final = (Annotated, Required, NotRequired)
-
-_EXACT: Final = frozenset({str, int, float, bool, NoneType})
-
-_FOUND: Final[dict[type, str]] = {
-    NoneType: "null",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    list: "an array",
-    dict: "an object",
-}
-
-_FROM_TEXT: Final[dict[type, Callable[[str], Any]]] = {
-    datetime: datetime.fromisoformat,
-    date: date.fromisoformat,
-    time: time.fromisoformat,
-    UUID: UUID,
-    Decimal: Decimal,
-}
-
-_FORMS: Final[dict[Any, tuple[type | None, _Build]]] = {
-    **dict.fromkeys((str, int, bool, None, NoneType), (None, _fit_exact)),
-    float: (None, _fit_float),
-    **dict.fromkeys(_FROM_TEXT, (str, _fit_text)),
-    Literal: (None, _fit_literal),
-    **dict.fromkeys(_QUALIFIERS, (None, _fit_qualified)),
-    **dict.fromkeys((Union, UnionType), (None, _fit_union)),
-    **dict.fromkeys((list, abc.Sequence, abc.Collection, abc.Iterable), (list, _fit_list)),
-    **dict.fromkeys((set, frozenset, abc.Set), (list, _fit_set)),
-    tuple: (list, _fit_tuple),
-    **dict.fromkeys((dict, abc.Mapping), (dict, _fit_dict)),
-}
-"""By the annotation's origin: the JSON type it is built from, if only one will do, and how."""
