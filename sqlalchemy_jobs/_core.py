@@ -1,23 +1,23 @@
-"""What both workers share beside the machine: names, start-up, bookkeeping and the log.
+"""What both workers share beside the machine: names, start-up and bookkeeping.
 
-A shell passes every batch of events through :meth:`Core.handle`, which logs what they say,
-counts the outcomes and returns the machine's commands.
+A shell passes every batch of events through :meth:`Core.handle`, which has them logged, counts
+the outcomes and returns the machine's commands.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from . import migrations
 from ._channel import channel_of
 from ._connections import autocommit, describe
+from ._joblog import COUNTED, JobLog
 from ._machine import Machine, Timing
 from ._messages import (
     Abort,
@@ -26,13 +26,10 @@ from ._messages import (
     Command,
     DatabaseCommand,
     Event,
-    Lease,
     ListenerChanged,
-    Outcome,
     Reason,
     Renew,
     Renewed,
-    Settle,
     Settled,
     Start,
     Stop,
@@ -41,9 +38,7 @@ from ._messages import (
 )
 from ._store import Store
 from ._verdicts import timed_out
-from ._version import __version__
 from .errors import InvalidArgumentError, SchemaError
-from .lifecycle import Event as Life
 from .settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -51,17 +46,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine, Table
 
+    from .lifecycle import Event as Life
     from .tasks import Tasks
-
-_log = logging.getLogger("sqlalchemy_jobs")
-
-_COUNTED: Final = {
-    Life.SUCCEED: "succeeded",
-    Life.RETRY: "retried",
-    Life.FAIL: "failed",
-    Life.SNOOZE: "snoozed",
-    Life.RELEASE: "released",
-}
 
 
 @dataclass(slots=True)
@@ -74,6 +60,11 @@ class Summary:
     snoozed: int = 0
     released: int = 0
     lost: int = 0
+
+    def count(self, event: Life) -> None:
+        """Count an outcome that was recorded."""
+        name = COUNTED[event]
+        setattr(self, name, getattr(self, name) + 1)
 
     @property
     def attempts(self) -> int:
@@ -99,6 +90,7 @@ class Core:
         self.table = table
         self.name = worker_name()
         self.channel = channel_of(engine, table)
+        self.log = JobLog(self.name)
         self.store = Store(table, tasks, settings, self.name)
         self.summary = Summary()
         self._said_ready = False
@@ -160,12 +152,7 @@ class Core:
         if isinstance(result, SchemaError):
             raise result
         if isinstance(result, BaseException):
-            _log.warning(
-                "worker %s cannot reach its database yet and goes on trying: %s",
-                self.name,
-                describe(result),
-                extra={"event": "unreachable", "worker": self.name},
-            )
+            self.log.unreachable(describe(result))
 
     # --- the loop ------------------------------------------------------------------------------
 
@@ -177,162 +164,52 @@ class Core:
         for command in commands:
             match command:
                 case Start(lease):
-                    self._log_start(lease)
+                    self.log.started(lease)
                 case Abort(lease, reason):
-                    self._log_abort(lease, reason)
+                    self.summary.lost += reason is Reason.LEASE_LOST
+                    self.log.aborted(lease, reason)
                 case Stop(abandoned) if abandoned:
-                    _log.warning(
-                        "worker %s stopped while %d attempts had not ended: %s",
-                        self.name,
-                        len(abandoned),
-                        ", ".join(f"{a.job_id} ({a.task})" for a in abandoned[:10]),
-                        extra={"event": "abandoned", "worker": self.name},
-                    )
+                    self.log.abandoned(abandoned)
                 case _:
                     pass
         return commands
 
-    def settled(self, command: Settle, event: Settled) -> None:
-        """Log and count the outcomes that *event* says are recorded."""
-        refused = {outcome.lease.key for outcome in event.refused}
-        postponed = {outcome.lease.key for outcome in event.postponed}
-        for outcome in command.outcomes:
-            if outcome.lease.key in refused:
-                self.summary.lost += 1
-                self._log_job(
-                    logging.WARNING,
-                    "refused",
-                    outcome.lease,
-                    f"its outcome ({outcome.event}) was dropped: the lease was lost, or it "
-                    "had been recorded before",
-                )
-            elif outcome.lease.key not in postponed:
-                counter = _COUNTED[outcome.event]
-                setattr(self.summary, counter, getattr(self.summary, counter) + 1)
-                self._log_outcome(outcome)
-
     def _note(self, event: Event) -> None:
         match event:
-            case Broke(command, error):
-                kind = _kind(command)
-                failures = self._broken[kind] = self._broken.get(kind, 0) + 1
-                # Once at error level, then bounded by the back-off at a lower one.
-                _log.log(
-                    logging.ERROR if failures == 1 else logging.WARNING,
-                    "worker %s: %s failed (%d in a row): %s",
-                    self.name,
-                    kind,
-                    failures,
-                    error,
-                    extra={"event": "broke", "worker": self.name, "command": kind},
-                )
+            case Settled(refused=refused, recorded=recorded):
+                self._healed("settle")
+                for outcome in recorded:
+                    self.summary.count(outcome.event)
+                    self.log.ended(outcome)
+                for outcome in refused:
+                    self.summary.lost += 1
+                    self.log.refused(outcome)
             case Claimed():
                 self._healed("claim")
-            case Settled():
-                self._healed("settle")
             case Renewed():
                 self._healed("renew")
             case Swept(chore):
                 self._healed(chore)
+            case Broke(command, error):
+                kind = _kind(command)
+                self._broken[kind] = self._broken.get(kind, 0) + 1
+                self.log.broke(kind, self._broken[kind], error)
             case ListenerChanged() if not self._said_ready:
                 self._said_ready = True
-                self._log_ready(event)
+                self.log.ready(
+                    self.settings,
+                    database=self._engine.url.render_as_string(hide_password=True),
+                    revision=self.revision,
+                    tasks=len(self.tasks),
+                    listener=event,
+                )
             case _:
                 pass
 
     def _healed(self, kind: str) -> None:
         failures = self._broken.pop(kind, 0)
         if failures:
-            _log.warning(
-                "worker %s: %s works again after %d failures",
-                self.name,
-                kind,
-                failures,
-                extra={"event": "healed", "worker": self.name, "command": kind},
-            )
-
-    # --- the log -------------------------------------------------------------------------------
-
-    def _log_ready(self, listener: ListenerChanged) -> None:
-        """Say in one line what runs, on what, and with which bounds."""
-        settings = self.settings
-        timeout = settings.default_timeout
-        bound = f"{timeout:g} s" if timeout else "none"
-        if settings.timeout is None:
-            bound += " (the default: none was given)"
-        _log.info(
-            "worker %s ready: sqlalchemy-jobs %s on %s, schema revision %s, %d tasks, %d slots, "
-            "LISTEN %s, attempt timeout %s, visibility timeout %g s, shutdown timeout %g s",
-            self.name,
-            __version__,
-            self._engine.url.render_as_string(hide_password=True),
-            self.revision or "not known yet",
-            len(self.tasks),
-            settings.concurrency,
-            "on" if listener.up else f"off ({listener.reason})",
-            bound,
-            settings.visibility_timeout,
-            settings.shutdown_timeout,
-            extra={"event": "ready", "worker": self.name},
-        )
-        if not len(self.tasks):
-            _log.warning("worker %s has no tasks: it will run nothing", self.name)
-
-    def _log_start(self, lease: Lease) -> None:
-        if _log.isEnabledFor(logging.INFO):
-            self._log_job(logging.INFO, "started", lease, "started")
-
-    def _log_abort(self, lease: Lease, reason: Reason) -> None:
-        if reason is Reason.LEASE_LOST:
-            self.summary.lost += 1
-        said = {
-            Reason.TIMEOUT: f"ran out of its {lease.timeout or 0:g} s",
-            Reason.LEASE_LOST: "lost its lease; whatever it still does is not recorded",
-            Reason.SHUTDOWN: "was told to end: the worker is stopping",
-        }
-        level = logging.INFO if reason is Reason.SHUTDOWN else logging.WARNING
-        self._log_job(level, reason.replace(" ", "_"), lease, said[reason])
-
-    def _log_outcome(self, outcome: Outcome) -> None:
-        level = {Life.RETRY: logging.WARNING, Life.FAIL: logging.ERROR}.get(
-            outcome.event, logging.INFO
-        )
-        if not _log.isEnabledFor(level):
-            return
-        said = _COUNTED[outcome.event]
-        if outcome.event is Life.RETRY:
-            said = f"failed, next attempt in {outcome.delay:g} s"
-        elif outcome.event is Life.FAIL:
-            said = "failed for good"
-        elif outcome.event is Life.SNOOZE:
-            said = f"snoozed for {outcome.delay:g} s"
-        if outcome.error:
-            said += f"\n{outcome.error}"
-        self._log_job(level, _COUNTED[outcome.event], outcome.lease, said, outcome.duration)
-
-    def _log_job(
-        self, level: int, event: str, lease: Lease, said: str, duration: float | None = None
-    ) -> None:
-        extra: dict[str, Any] = {
-            "event": event,
-            "job_id": lease.job_id,
-            "task": lease.task,
-            "attempt": lease.attempt,
-            "max_attempts": lease.max_attempts,
-            "worker": self.name,
-            "wait_ms": round(lease.waited * 1000, 3),
-            "duration_ms": None if duration is None else round(duration * 1000, 3),
-        }
-        _log.log(
-            level,
-            "job %s (%s), attempt %s of %s: %s",
-            lease.job_id,
-            lease.task,
-            lease.attempt,
-            lease.max_attempts,
-            said,
-            extra=extra,
-        )
+            self.log.healed(kind, failures)
 
 
 def settings_of(options: dict[str, Any]) -> WorkerSettings:

@@ -202,7 +202,7 @@ class Machine:
             case Settled():
                 self._forget(event, now)
             case Renewed():
-                self._extend(event, now, commands)
+                self._extend(event, commands)
             case Swept():
                 self._swept(event, now)
             case Broke():
@@ -292,7 +292,7 @@ class Machine:
                     self._look_at = min(self._look_at, now + outcome.delay)
                     self._due_at = min(self._due_at, now + outcome.delay)
 
-    def _extend(self, event: Renewed, now: float, commands: list[Command]) -> None:
+    def _extend(self, event: Renewed, commands: list[Command]) -> None:
         flight = self._flights.get("renew")
         if flight is not None and flight.command is event.command:
             self._land("renew")

@@ -197,14 +197,15 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The answer to :class:`Settle`: all were recorded but these.
+    """The answer to :class:`Settle`.
 
     *refused*: the lease was lost (or an earlier try recorded it). *postponed*: the database
-    refuses this one row; the outcome is kept and tried again later.
+    refuses this one row; the outcome is kept and tried again later. All others are *recorded*.
     """
 
     refused: tuple[Outcome, ...] = ()
     postponed: tuple[Outcome, ...] = ()
+    recorded: tuple[Outcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

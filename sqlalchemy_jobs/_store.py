@@ -205,8 +205,11 @@ class Store:
                     )
                     postponed.append(outcome)
         later = {outcome.lease.key for outcome in postponed}
-        refused = (o for o in outcomes if o.lease.key not in accepted | later)
-        return Settled(refused=tuple(refused), postponed=tuple(postponed))
+        return Settled(
+            refused=tuple(o for o in outcomes if o.lease.key not in accepted | later),
+            postponed=tuple(postponed),
+            recorded=tuple(o for o in outcomes if o.lease.key in accepted),
+        )
 
     @staticmethod
     def _accepted(connection: Connection, calls: Sequence[Call]) -> set[Key]:

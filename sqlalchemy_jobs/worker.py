@@ -42,7 +42,6 @@ from ._messages import (
     Notified,
     Renew,
     Settle,
-    Settled,
     Start,
     Stop,
     StopRequested,
@@ -252,8 +251,6 @@ class Worker:
         elif isinstance(answer, BaseException):
             self._inbox.put(Broke(command, describe(answer)))
         else:
-            if isinstance(command, Settle) and isinstance(answer, Settled):
-                self._core.settled(command, answer)
             self._inbox.put(answer)
 
     def _interrupt(self, command: DatabaseCommand) -> None:

@@ -44,7 +44,6 @@ from ._messages import (
     Notified,
     Renew,
     Settle,
-    Settled,
     Start,
     Stop,
     StopRequested,
@@ -298,8 +297,6 @@ class AsyncWorker:
         elif isinstance(answer, BaseException):
             self._post(Broke(command, describe(answer)))
         else:
-            if isinstance(command, Settle) and isinstance(answer, Settled):
-                self._core.settled(command, answer)
             self._post(answer)
 
     def _interrupt(self, command: DatabaseCommand) -> None:
