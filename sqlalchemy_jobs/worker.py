@@ -26,8 +26,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from ._attempts import Attempt
-from ._connections import cut, describe, own_engine
+from ._connections import describe, own_engine
 from ._core import Core, Summary, lane_of, settings_of
+from ._lane import Lane
 from ._listen import listen_in_thread
 from ._messages import (
     Abort,
@@ -90,7 +91,7 @@ class Worker:
         self._core = Core(engine, table_of(job_class), tasks, settings_of(dict(options)))
         self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._attempts: dict[tuple[int, int], Attempt] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._running = threading.Lock()
@@ -259,8 +260,8 @@ class Worker:
         self._lanes[name] = self._new_lane(name)
         self._inbox.put(Broke(command, "TimeoutError: no answer from the database"))
 
-    def _new_lane(self, name: str) -> _Lane:
-        return _Lane(own_engine(self._engine), self._core.prepare, f"jobs-{name}")
+    def _new_lane(self, name: str) -> Lane:
+        return Lane(own_engine(self._engine), self._core.prepare, f"jobs-{name}")
 
     # --- attempts ------------------------------------------------------------------------------
 
@@ -298,58 +299,3 @@ class Worker:
         attempt = self._attempts.get(command.lease.key)
         if attempt is not None:
             attempt.abort(command.reason)
-
-
-class _Lane:
-    """A connection of the worker's own and the thread that uses it, one piece of work at a time."""
-
-    def __init__(
-        self, engine: Engine, prepare: Callable[[Connection], Connection], name: str
-    ) -> None:
-        self._engine = engine
-        self._prepare = prepare
-        self._connection: Connection | None = None
-        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._abandoned = False
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
-
-    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
-        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
-        self._work.put((work, done))
-
-    def close(self) -> None:
-        """Close the connection after the work that was submitted."""
-        self._work.put(None)
-
-    def abandon(self) -> None:
-        """Break the connection; nothing that was submitted is answered any more."""
-        self._abandoned = True
-        connection = self._connection
-        if connection is not None:
-            cut(getattr(connection.connection, "driver_connection", None))
-        self._work.put(None)
-
-    def _serve(self) -> None:
-        while (item := self._work.get()) is not None and not self._abandoned:
-            work, done = item
-            try:
-                if self._connection is None:
-                    self._connection = self._prepare(self._engine.connect())
-                answer = work(self._connection)
-            except BaseException as error:  # noqa: BLE001 - it is the answer
-                answer = error
-                self._drop()
-            if not self._abandoned:
-                done(answer)
-        self._drop()
-
-    def _drop(self) -> None:
-        """Let go of the connection: after an error, a new one is the way out of any state."""
-        connection, self._connection = self._connection, None
-        try:
-            if connection is not None:
-                connection.invalidate()
-                connection.close()
-        except Exception:  # noqa: BLE001 - it is being thrown away
-            _log.debug("a connection could not be closed", exc_info=True)
-        self._engine.dispose()

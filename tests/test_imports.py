@@ -25,7 +25,7 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     # here; a name that does not exist yet does no harm.
     ("__init__",),
     ("worker", "worker_async"),
-    ("_watchdog", "_listen"),
+    ("_watchdog", "_listen", "_lane", "_lane_async"),
     ("_core", "_attempts", "_joblog", "_signals", "_threads"),
     ("_connections",),
     ("session", "_wake", "_verdicts"),

@@ -1,0 +1,72 @@
+"""A connection of the sync worker's own, and the thread that uses it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ._connections import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+_log = logging.getLogger("sqlalchemy_jobs")
+
+
+class Lane:
+    """A connection of the worker's own and the thread that uses it, one piece of work at a time."""
+
+    def __init__(
+        self, engine: Engine, prepare: Callable[[Connection], Connection], name: str
+    ) -> None:
+        self._engine = engine
+        self._prepare = prepare
+        self._connection: Connection | None = None
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._abandoned = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
+        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
+        self._work.put((work, done))
+
+    def close(self) -> None:
+        """Close the connection after the work that was submitted."""
+        self._work.put(None)
+
+    def abandon(self) -> None:
+        """Break the connection; nothing that was submitted is answered any more."""
+        self._abandoned = True
+        connection = self._connection
+        if connection is not None:
+            cut(getattr(connection.connection, "driver_connection", None))
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (item := self._work.get()) is not None and not self._abandoned:
+            work, done = item
+            try:
+                if self._connection is None:
+                    self._connection = self._prepare(self._engine.connect())
+                answer = work(self._connection)
+            except BaseException as error:  # noqa: BLE001 - it is the answer
+                answer = error
+                self._drop()
+            if not self._abandoned:
+                done(answer)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of the connection: after an error, a new one is the way out of any state."""
+        connection, self._connection = self._connection, None
+        try:
+            if connection is not None:
+                connection.invalidate()
+                connection.close()
+        except Exception:  # noqa: BLE001 - it is being thrown away
+            _log.debug("a connection could not be closed", exc_info=True)
+        self._engine.dispose()

@@ -1,0 +1,85 @@
+"""A connection of the async worker's own, and the task that uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ._connections import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+_log = logging.getLogger("sqlalchemy_jobs")
+
+
+class Lane:
+    """A connection of the worker's own and the task that uses it, one piece of work at a time."""
+
+    def __init__(
+        self, engine: AsyncEngine, prepare: Callable[[Connection], Connection], name: str
+    ) -> None:
+        self._engine = engine
+        self._prepare = prepare
+        self._connection: AsyncConnection | None = None
+        self._work: asyncio.Queue[Any] = asyncio.Queue()
+        self._abandoned = False
+        self._server = asyncio.get_running_loop().create_task(self._serve(), name=name)
+
+    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
+        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
+        self._work.put_nowait((work, done))
+
+    async def close(self) -> None:
+        """Close the connection, after the work that was submitted if that does not take long."""
+        self._work.put_nowait(None)
+        done, _ = await asyncio.wait({self._server}, timeout=1.0)
+        if not done:
+            self.abandon()
+            await asyncio.wait({self._server}, timeout=1.0)
+
+    def abandon(self) -> None:
+        """Break the connection; nothing that was submitted is answered any more."""
+        self._abandoned = True
+        self._cut()
+        self._server.cancel()
+
+    async def _serve(self) -> None:
+        try:
+            while (item := await self._work.get()) is not None:
+                work, done = item
+                try:
+                    if self._connection is None:
+                        self._connection = await self._engine.connect()
+                        await self._connection.run_sync(self._prepare)
+                    answer = await self._connection.run_sync(work)
+                except Exception as error:  # noqa: BLE001 - it is the answer
+                    answer = error
+                    await self._drop()
+                if not self._abandoned:
+                    done(answer)
+        finally:
+            await self._drop()
+
+    def _cut(self) -> None:
+        if self._connection is not None:
+            with suppress(Exception):
+                sync = self._connection.sync_connection
+                cut(sync.connection.driver_connection if sync is not None else None)
+
+    async def _drop(self) -> None:
+        """Let go of the connection: after an error, a new one is the way out of any state."""
+        connection, self._connection = self._connection, None
+        try:
+            async with asyncio.timeout(1.0):
+                if connection is not None:
+                    await connection.invalidate()
+                    await connection.close()
+                await self._engine.dispose()
+        except Exception:  # noqa: BLE001 - it is being thrown away
+            _log.debug("a connection could not be closed", exc_info=True)
