@@ -537,9 +537,10 @@ class _Target:
     def tell_after_commit(self, tasks: Sequence[str]) -> None:
         """Wake this process's workers once the transaction is committed."""
         if not isinstance(self._given, Session):
-            return
+            return  # nothing can be run after a bare connection's commit
         _watch_sessions()
-        after: _After = self._given.info.setdefault(_AFTER, _After())
+        innermost = self._given.get_nested_transaction() or self._given.get_transaction()
+        after: _After = self._given.info.setdefault(_AFTER, {}).setdefault(innermost, _After())
         after.channels.add(self._channel)
         if self._notify == "after_commit" and self._engine is not None:
             after.notices.update((self._engine, self._table, self._channel, t) for t in tasks)
@@ -547,7 +548,7 @@ class _Target:
 
 @dataclass(slots=True)
 class _After:
-    """What to do once a session's transaction has ended well."""
+    """What to do once a session's transaction has ended well; a savepoint's goes to its parent."""
 
     channels: set[str] = field(default_factory=set[str])
     notices: set[tuple[Engine, Table, str, str]] = field(
@@ -563,19 +564,33 @@ def _watch_sessions() -> None:
 
 
 def _on_commit(session: Session) -> None:
-    after: _After | None = session.info.get(_AFTER)
-    if after is not None and not session.in_nested_transaction():
+    pending: dict[SessionTransaction | None, _After] = session.info.get(_AFTER, {})
+    after = pending.get(session.get_nested_transaction() or session.get_transaction())
+    if after is not None:
         after.committed = True
 
 
 def _on_end(session: Session, transaction: SessionTransaction) -> None:
     # Not already on commit: the session's connection must be back in the pool by now, for the
     # notice may need it.
-    if transaction.parent is not None:
-        return
-    after: _After | None = session.info.pop(_AFTER, None)
+    pending: dict[SessionTransaction, _After] = session.info.get(_AFTER, {})
+    after = pending.pop(transaction, None)
     if after is None or not after.committed:
         return
+    outer = transaction.parent
+    if outer is None:
+        _tell(after)
+        return
+    while outer.parent is not None and not outer.nested:
+        outer = outer.parent
+    around = pending.setdefault(outer, _After())
+    around.channels |= after.channels
+    around.notices |= after.notices
+
+
+def _tell(after: _After) -> None:
+    for channel in after.channels:
+        wake_workers(channel)
     for engine, table, channel, task in sorted(after.notices, key=lambda notice: notice[2:]):
         call = statements_for(table, engine.dialect).notify(channel, task)
         if call is None:
@@ -585,8 +600,6 @@ def _on_end(session: Session, transaction: SessionTransaction) -> None:
                 connection.execution_options(isolation_level="AUTOCOMMIT").execute(*call).all()
         except Exception:  # noqa: BLE001 - the job is committed; only its notice is late
             _log.exception("a notification could not be sent; workers find the job by polling")
-    for channel in after.channels:
-        wake_workers(channel)
 
 
 @cache
@@ -608,14 +621,20 @@ def table_of(job_class: Any) -> Table:
 def _autocommits(connection: Connection) -> bool:
     if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
         return True
-    raw: Any = connection.connection.dbapi_connection
-    if connection.dialect.name == "sqlite":
-        # Without a level of its own, but begun by hand, is the documented way to BEGIN IMMEDIATE.
-        level = getattr(raw, "isolation_level", "")
-        return level is None and not getattr(raw, "in_transaction", True)
-    return getattr(raw, "autocommit", False) is True or (
-        str(getattr(raw, "isolation_level", "")).lower() == "autocommit"
-    )
+    pooled = connection.connection
+    if connection.dialect.name != "sqlite":
+        raw: Any = pooled.dbapi_connection
+        return connection.dialect.detect_autocommit_setting(raw)
+    # Without a level of its own, but begun by hand, is the documented way to BEGIN IMMEDIATE.
+    driver: Any = pooled.driver_connection
+    if driver.isolation_level is not None and getattr(driver, "autocommit", None) is not True:
+        return False
+    begun = None if connection.in_transaction() else connection.begin()
+    if driver.in_transaction:
+        return False
+    if begun is not None:
+        begun.rollback()
+    return True
 
 
 class _explained:  # noqa: N801 - used as a statement
