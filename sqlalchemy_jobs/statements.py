@@ -82,6 +82,7 @@ _BOUND_WORKER: Final = bindparam("worker", type_=Text)
 _VISIBILITY: Final = bindparam("visibility", type_=Float)
 _LIMIT: Final = bindparam("limit", type_=Integer)
 _CHANNEL: Final = bindparam("channel", type_=Text)
+_LARGEST: Final[ColumnElement[int]] = literal_column(str(2**31 - 1), Integer)
 _ONE: Final[ColumnElement[int]] = literal_column("1", Integer)
 
 
@@ -106,10 +107,14 @@ def changes(
         case Allowance.SETTLE:
             values["max_attempts"] = func.coalesce(row.max_attempts, bound)
         case Allowance.GIVE_BACK:
-            values["max_attempts"] = row.max_attempts + 1
+            # A bound at the column's largest stays: an overflow would refuse the outcome for ever.
+            more = case((row.max_attempts == _LARGEST, _LARGEST), else_=row.max_attempts + 1)
+            values["max_attempts"] = more
         case Allowance.AT_LEAST_ONE_MORE:
+            # A null of a job that never ran stays: its first claim settles it.
             values["max_attempts"] = case(
-                (row.attempts < row.max_attempts, row.max_attempts), else_=row.attempts + 1
+                (row.attempts < func.coalesce(row.max_attempts, _ONE), row.max_attempts),
+                else_=row.attempts + 1,
             )
         case Allowance.KEEP:
             pass
@@ -470,22 +475,31 @@ class Statements:
         return [row.id, row.status, row.task, row.attempts, row.max_attempts, row.last_error]
 
     def _aged(self, row: Any) -> ColumnElement[bool]:
-        finished = MOVES[Event.PRUNE].source
         return or_(
             *(
-                and_(
-                    row.c.status == literal_column(f"'{status}'"),
-                    row.c.updated_at < db_after(-bindparam(status.value, type_=Float)),
-                )
-                for status in sorted(finished)
+                and_(row.c.status == literal_column(f"'{status}'"), row.c.updated_at < oldest_kept)
+                for status, oldest_kept in self._oldest_kept().items()
             )
         )
+
+    def _oldest_kept(self) -> dict[Status, ColumnElement[Any]]:
+        """By status, since when finished jobs are kept; null: for ever."""
+        return {
+            # Cast, for the driver sends a null without its type.
+            status: db_after(-cast(bindparam(status.value, type_=Float), Float))
+            for status in sorted(MOVES[Event.PRUNE].source)
+        }
 
     def _prune(self) -> Executable:
         row = self.table.alias("job")
         batch = (
             select(row.c.id)
-            .where(literal_status(MOVES[Event.PRUNE].source, "job"), self._aged(row))
+            .where(
+                literal_status(MOVES[Event.PRUNE].source, "job"),
+                # A range of the index: what no status would drop yet is not read.
+                row.c.updated_at < func.greatest(*self._oldest_kept().values()),
+                self._aged(row),
+            )
             .order_by(row.c.updated_at)
             .limit(_LIMIT)
             .with_for_update(skip_locked=True, of=row)
