@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import threading
 import time
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -172,7 +171,6 @@ class AsyncWorker:
         try:
             core.begin(until_idle=until_idle)
             self._event_loop = asyncio.get_running_loop()
-            self._loop_thread = threading.get_ident()
             self._events = []
             self._attempts = {}
             self._threads = Threads(core.settings.concurrency, "jobs-handler")
@@ -258,11 +256,9 @@ class AsyncWorker:
             self._waiter.set_result(None)
 
     def _post_from_anywhere(self, event: Event) -> None:
-        if not self._running:
-            return
-        if threading.get_ident() == self._loop_thread:
-            self._post(event)
-        else:
+        if self._running:
+            # Also from the loop's own thread: a signal's handler interrupts the loop's sleep
+            # there, and only this ends it.
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._event_loop.call_soon_threadsafe(self._post, event)
 
