@@ -18,6 +18,7 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    cast,
     column,
     func,
     literal_column,
@@ -90,7 +91,8 @@ class SqliteStatements(Statements):
             update(self.table)
             .where(row.id.in_(chosen))
             .values(self._claimed(bound))
-            .returning(*self._lease(row.run_at, row.run_at))
+            # As text: whatever a hand has written there, it can be read and sorted.
+            .returning(*self._lease(cast(row.run_at, Text), row.run_at))
         )
 
     def _survey(self) -> Executable:
@@ -198,6 +200,16 @@ class SqliteStatements(Statements):
         portable = [{name: _portable(value) for name, value in row.items()} for row in rows]
         return self.enqueue_many_statement(columns, notify=False), {"rows": json.dumps(portable)}
 
+    def cancel(self, ids: Sequence[int]) -> Call:
+        return self.cancel_statement, {"ids": json.dumps(ids)}
+
+    def requeue(self, ids: Sequence[int]) -> Call:
+        return self.requeue_statement, {"ids": json.dumps(ids)}
+
+    def _among(self) -> ColumnElement[bool]:
+        ids = func.json_each(bindparam("ids", type_=Text)).table_valued(column("value", Integer))
+        return self.table.c.id.in_(select(ids.c.value))
+
     def _json(self, json_text: ColumnElement[str]) -> ColumnElement[Any]:
         return json_text
 
@@ -214,11 +226,7 @@ class SqliteStatements(Statements):
         )
         given = {name: func.json_extract(new.c.value, f"$.{name}") for name in sorted(columns)}
         values: dict[str, Any] = {n: v for n, v in given.items() if n not in ("delay", "run_at")}
-        values["run_at"] = db_now()
-        if "delay" in given:
-            values["run_at"] = db_after(given["delay"])
-        elif "run_at" in given:
-            values["run_at"] = given["run_at"]
+        values["run_at"] = self._first_run(given)
         # "WHERE true": without it SQLite reads ON CONFLICT as the condition of a join.
         source = select(*values.values()).select_from(new).where(true()).order_by(new.c.key)
         statement = insert(self.table).from_select(list(values), source, include_defaults=False)
@@ -239,5 +247,5 @@ def _fence(lease: Lease) -> dict[str, Any]:
 def _portable(value: Any) -> Any:
     """A time as the text that a time column holds."""
     if isinstance(value, datetime):
-        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+        return value.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")
     return value

@@ -19,14 +19,15 @@ the mixins, and for any kind of session or connection, scoped ones included, the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
-from sqlalchemy import Connection, Engine, Table, event, insert
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy import Connection, Engine, Table, TwoPhaseTransaction, event, insert
+from sqlalchemy.exc import DBAPIError, IntegrityError, StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
 
@@ -35,7 +36,7 @@ from ._store import statements_for
 from ._wake import wake_workers
 from .errors import AutocommitError, InvalidArgumentError, SchemaError, seconds
 from .models import Job
-from .payload import check_text, dump
+from .payload import MAX_CHARACTERS, check_text, dump
 from .tasks import MAX_NAME, check_max_attempts
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ AnyAsyncSession: TypeAlias = "AsyncSession | async_scoped_session[Any] | AsyncCo
 
 LONGEST_KEY: Final = 255
 CHUNK: Final = 5000
-"""Rows a statement of ``enqueue_many``."""
+"""Rows a statement of ``enqueue_many``; fewer if their payloads are large."""
 
 _AFTER: Final = "sqlalchemy_jobs.after"
 _log = logging.getLogger("sqlalchemy_jobs")
@@ -160,6 +161,8 @@ def enqueue_many(
 ) -> list[int | None]:
     """Enqueue thousands of jobs, a statement per 5,000, and return an id or None for each.
 
+    Large payloads make smaller statements, of about 16 MB each.
+
     Keys are taken in sorted order, so that two callers with the same keys do not deadlock; of
     two jobs with one key among *jobs* the first is stored. Otherwise as :func:`enqueue`.
     """
@@ -170,12 +173,9 @@ def enqueue_many(
         return []
     columns = frozenset(name for row in rows for name in row)
     filled = [{name: row.get(name, _DEFAULTS.get(name)) for name in columns} for row in rows]
-    # Sorting is stable: jobs without a key keep the caller's order, and so do those with one key.
-    order = sorted(range(len(rows)), key=lambda i: filled[i].get("idempotency_key") or "")
     connection, statements, channel = target.connect()
     ids: list[int | None] = [None] * len(rows)
-    for start in range(0, len(order), CHUNK):
-        places = order[start : start + CHUNK]
+    for places in _chunks(filled):
         call = statements.enqueue_many([filled[i] for i in places], channel)
         with _explained():
             inserted = connection.execute(*call).all()
@@ -230,14 +230,18 @@ def requeue(
     target = _Target(session, job_class, notify="commit", allow_autocommit=True)
     connection, statements, channel = target.connect()
     ids = _ids(job_ids)
+    # SQLite undoes a failed statement alone, and its driver would commit on release; without a
+    # transaction around it there is nothing to save.
+    saved = connection.dialect.name != "sqlite" and not _autocommits(connection)
+    savepoint: Callable[[], Any] = connection.begin_nested if saved else nullcontext
     rows: list[Any] = []
     try:
-        with _explained(), connection.begin_nested():
+        with _explained(), savepoint():
             rows.extend(connection.execute(*statements.requeue(ids)))
     except IntegrityError:  # two of them share a key, or somebody took one in this moment
         for job_id in ids:
             try:
-                with _explained(), connection.begin_nested():
+                with _explained(), savepoint():
                     rows.extend(connection.execute(*statements.requeue([job_id])))
             except IntegrityError:
                 continue
@@ -326,9 +330,8 @@ class JobSessionMixin(_SyncBase):
             priority=priority,
             idempotency_key=idempotency_key,
             meta=meta,
-            job_class=self.job_class,
-            notify=self.job_notify if notify is None else notify,
             allow_autocommit=allow_autocommit,
+            **_attributes(self, notify),
         )
 
     def enqueue_many(
@@ -342,9 +345,8 @@ class JobSessionMixin(_SyncBase):
         return enqueue_many(
             self,
             jobs,
-            job_class=self.job_class,
-            notify=self.job_notify if notify is None else notify,
             allow_autocommit=allow_autocommit,
+            **_attributes(self, notify),
         )
 
 
@@ -412,6 +414,14 @@ class AsyncJobSession(AsyncJobSessionMixin, AsyncSession):
     sync_session: JobSession  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
+def _attributes(session: Session, notify: Notify | None) -> dict[str, Any]:
+    """What a session class says of its jobs; an async session may have lent a plain one."""
+    return {
+        "job_class": getattr(session, "job_class", Job),
+        "notify": getattr(session, "job_notify", "commit") if notify is None else notify,
+    }
+
+
 def _jobs_of(session: AsyncSession) -> Any:
     """The class whose methods to lend: the sync session's own, if it can enqueue."""
     kind = type(session.sync_session)
@@ -420,7 +430,24 @@ def _jobs_of(session: AsyncSession) -> Any:
 
 # --- what a job's row is ----------------------------------------------------------------------
 
-_DEFAULTS: Final = {"delay": 0.0, "priority": 0}
+_DEFAULTS: Final = {"priority": 0}
+"""What a row of ``enqueue_many`` has in a column that only other rows give; else null."""
+
+
+def _chunks(rows: Sequence[dict[str, Any]]) -> Iterator[list[int]]:
+    """Yield the places of the rows of each statement, in the order of keys."""
+    # Sorting is stable: jobs without a key keep the caller's order, and so do those with one key.
+    order = sorted(range(len(rows)), key=lambda i: rows[i].get("idempotency_key") or "")
+    places: list[int] = []
+    size = 0
+    for i in order:
+        length = len(rows[i]["payload"]) + len(rows[i].get("meta") or "")
+        if places and (len(places) == CHUNK or size + length > MAX_CHARACTERS):
+            yield places
+            places, size = [], 0
+        places.append(i)
+        size += length
+    yield places
 
 
 def _row(job: NewJob, resolve: Callable[[Any], Any]) -> dict[str, Any]:
@@ -440,8 +467,8 @@ def _row(job: NewJob, resolve: Callable[[Any], Any]) -> dict[str, Any]:
         row["max_attempts"] = check_max_attempts(job.max_attempts)
     if job.timeout is not None:
         row["timeout_s"] = seconds(job.timeout, "timeout")
-    if job.priority:
-        row["priority"] = _priority(job.priority)
+    if _priority(job.priority):
+        row["priority"] = job.priority
     if job.idempotency_key is not None:
         row["idempotency_key"] = check_text(job.idempotency_key, "idempotency_key", LONGEST_KEY)
     if job.meta is not None:
@@ -458,7 +485,11 @@ def _aware(run_at: object) -> datetime:
     if run_at.utcoffset() is None:
         message = "run_at must be aware: a naive datetime names no instant; give it a tzinfo"
         raise InvalidArgumentError(message)
-    return run_at
+    try:
+        return run_at.astimezone(UTC)
+    except OverflowError:
+        message = "run_at is outside of the years 1 to 9999 in UTC"
+        raise InvalidArgumentError(message) from None
 
 
 def _priority(priority: object) -> int:
@@ -529,8 +560,10 @@ class _Target:
             )
             raise AutocommitError(message)
         self._engine, self._channel = connection.engine, channel_of(connection, self._table)
+        if self._notify == "after_commit" and _commits_elsewhere(given):
+            self._notify = "commit"
         # NOTIFY cannot be prepared.
-        silent = isinstance(given, Session) and given.twophase
+        silent = isinstance(connection.get_transaction(), TwoPhaseTransaction)
         now = self._notify == "commit" and not silent
         return connection, statements, self._channel if now else None
 
@@ -618,6 +651,11 @@ def table_of(job_class: Any) -> Table:
     return cast("Table", table)
 
 
+def _commits_elsewhere(given: Session | Connection) -> bool:
+    """Whether the transaction may end where a session's events do not tell."""
+    return isinstance(given, Connection) or isinstance(given.bind, Connection)
+
+
 def _autocommits(connection: Connection) -> bool:
     if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
         return True
@@ -644,13 +682,17 @@ class _explained:  # noqa: N801 - used as a statement
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, DBAPIError):
+        if not isinstance(error, StatementError):
             return
         error.hide_parameters = True
+        if not isinstance(error, DBAPIError):
+            return
         state = str(getattr(error.orig, "sqlstate", None) or "")
         words = str(error.orig)
         missing = state in ("42P01", "42703", "3F000") or (
-            "no such table" in words or "has no column named" in words
+            any(
+                told in words for told in ("no such table", "no such column", "has no column named")
+            )
         )
         if missing:
             message = (

@@ -197,6 +197,8 @@ class Statements:
         self.renew_statement = self._renew()
         self.recover_statement = self._recover()
         self.prune_statement = self._prune()
+        self.cancel_statement = self._cancel()
+        self.requeue_statement = self._requeue()
         self.settle_statement = lru_cache(maxsize=None)(self._settle)
         self.enqueue_statement = lru_cache(maxsize=256)(self._enqueue)
         self.enqueue_many_statement = lru_cache(maxsize=64)(self._enqueue_many)
@@ -535,16 +537,21 @@ class Statements:
 
     def cancel(self, ids: Sequence[int]) -> Call:
         """Cancel unfinished jobs; returns the ids of those that were."""
-        statement = (
-            update(self.table)
-            .where(self._among(ids), literal_status(MOVES[Event.CANCEL].source))
-            .values(changes(self.table, Event.CANCEL))
-            .returning(self.table.c.id)
-        )
-        return statement, {}
+        return self.cancel_statement, {"ids": ids}
 
     def requeue(self, ids: Sequence[int]) -> Call:
         """Give ended jobs another attempt, unless their key is taken; returns id and task."""
+        return self.requeue_statement, {"ids": ids}
+
+    def _cancel(self) -> Executable:
+        return (
+            update(self.table)
+            .where(self._among(), literal_status(MOVES[Event.CANCEL].source))
+            .values(changes(self.table, Event.CANCEL))
+            .returning(self.table.c.id)
+        )
+
+    def _requeue(self) -> Executable:
         other = self.table.alias("other")
         taken = exists(
             select(_ONE).where(
@@ -552,16 +559,15 @@ class Statements:
                 literal_status(UNFINISHED, "other"),
             )
         )
-        statement = (
+        return (
             update(self.table)
-            .where(self._among(ids), literal_status(MOVES[Event.REQUEUE].source), ~taken)
+            .where(self._among(), literal_status(MOVES[Event.REQUEUE].source), ~taken)
             .values(changes(self.table, Event.REQUEUE))
             .returning(self.table.c.id, self.table.c.task)
         )
-        return statement, {}
 
-    def _among(self, ids: Sequence[int]) -> ColumnElement[bool]:
-        return self.table.c.id.in_(list(ids))
+    def _among(self) -> ColumnElement[bool]:
+        return self.table.c.id == func.any(_IDS)
 
     def _inserted(self, columns: frozenset[str]) -> dict[str, ColumnElement[Any]]:
         """The values of an insert, from parameters named as in a row of new jobs."""
@@ -578,6 +584,12 @@ class Statements:
                     values[name] = bindparam(name, type_=self.table.c[name].type)
         values.setdefault("run_at", db_now())
         return values
+
+    def _first_run(self, given: Any) -> ColumnElement[Any]:
+        """The run_at of a row that gives one, or a delay, or neither."""
+        at = [given["run_at"]] if "run_at" in given else []
+        after = [db_after(given["delay"])] if "delay" in given else []
+        return func.coalesce(*at, *after, db_now(), type_=UTC()) if at or after else db_now()
 
     def _json(self, json_text: ColumnElement[str]) -> ColumnElement[Any]:
         return cast(json_text, JSONB)
@@ -606,8 +618,8 @@ class Statements:
         values: dict[str, ColumnElement[Any]] = {}
         for name in names:
             match name:
-                case "delay":
-                    values["run_at"] = db_after(rows.c.delay)
+                case "delay" | "run_at":
+                    values["run_at"] = self._first_run(rows.c)
                 case "payload" | "meta":
                     values[name] = self._json(rows.c[name])
                 case _:
