@@ -164,7 +164,7 @@ class Store:
             task=row.task,
             max_attempts=row.max_attempts,
             timeout=timeout if timeout > 0 else None,
-            waited=max(0.0, row.waited),
+            waited=max(0.0, row.waited or 0.0),  # null: no time at all, on SQLite
             payload=row.payload,
             meta=row.meta or "null",
         )
