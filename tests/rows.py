@@ -182,7 +182,8 @@ class Hand:
         settings: WorkerOptions = {"visibility_timeout": 300.0, **options}  # type: ignore[typeddict-item]
         self.queue = queue
         self.settings = WorkerSettings(**settings)
-        tasks = tasks or tasks_named(*(names or ("a",)))
+        if tasks is None:
+            tasks = tasks_named(*(names or ("a",)))
         self.store = Store(JOBS, tasks, self.settings, worker)
 
     def __call__(self, command: DatabaseCommand) -> Any:

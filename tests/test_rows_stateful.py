@@ -9,7 +9,7 @@ not pass by itself: jobs are due an hour ago or in an hour, and a rule moves the
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -46,16 +46,16 @@ RETENTION = {"succeeded": 1000.0, "failed": 10 * HOUR, "cancelled": None}
 class Rows(RuleBasedStateMachine):
     """The jobs table beside a model of it."""
 
+    queue: ClassVar[Queue]
     leases: Bundle[Lease] = Bundle("leases")
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.queue = queue
         tasks = tasks_named("a", max_attempts=BOUNDS["a"])
         tasks.task("b", max_attempts=BOUNDS["b"])(nothing)
         self.hands = {
             name: Hand(
-                queue,
+                self.queue,
                 worker=name,
                 tasks=tasks,
                 retain_succeeded=RETENTION["succeeded"],
@@ -339,9 +339,13 @@ class Rows(RuleBasedStateMachine):
 @pytest.mark.every_postgres
 def test_rows_live_as_the_model_says(sync_engine: Engine) -> None:
     """Whatever commands come in whatever order, each row is what the table of moves foretells."""
-    with open_queue(sync_engine) as queue:
+    with open_queue(sync_engine) as opened:
+
+        class Here(Rows):
+            queue = opened
+
         run_state_machine_as_test(
-            lambda: Rows(queue),  # type: ignore[arg-type] - any factory will do
+            Here,
             settings=settings(
                 max_examples=EXAMPLES,
                 stateful_step_count=STEPS,
