@@ -1,0 +1,1 @@
+"""The measured programs: one a peer, each answering the commands of ``protocol``."""
