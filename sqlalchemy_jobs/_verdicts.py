@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ._messages import Outcome, Reason
-from .errors import PayloadError, PermanentJobError, RetryAfter, Snooze
+from .errors import PayloadError, PermanentJobError, RetryAfter, Snooze, seconds
 from .payload import load, storable
 from .settings import LONGEST_BACKOFF, default_backoff
 from .tasks import JobContext
@@ -60,10 +60,11 @@ def judge(
             return Outcome.succeeded(lease, duration)
         case _ if reason is Reason.SHUTDOWN:
             return Outcome.released(lease, duration)
-        case Snooze(delay=delay):
-            return Outcome.snoozed(lease, delay, duration)
-        case RetryAfter(delay=delay):
-            return Outcome.raised(lease, describe(error), delay, duration)
+        case Snooze():
+            return Outcome.snoozed(lease, _chosen_delay(error, lease.attempt), duration)
+        case RetryAfter():
+            wait = _chosen_delay(error, lease.attempt)
+            return Outcome.raised(lease, describe(error), wait, duration)
         case PermanentJobError() | PayloadError():
             return Outcome.failed(lease, describe(error), duration)
         case _:
@@ -90,11 +91,29 @@ def next_delay(backoff: Backoff, attempt: int) -> float:
         if 0 <= value < float("inf"):
             return min(value, LONGEST_BACKOFF)
         problem = f"it returned {delay!r}"
-    except Exception as error:  # noqa: BLE001 - a user's function must not cost an outcome
+    except BaseException as error:  # noqa: BLE001 - a user's function must not cost an outcome
         problem = f"it raised {type(error).__name__}"
     _log.warning(
         "the backoff of attempt %d is unusable (%s): the default is used", attempt, problem
     )
+    return _default_delay(attempt)
+
+
+def _chosen_delay(verdict: RetryAfter | Snooze, attempt: int) -> float:
+    """Return the delay that a handler chose, or the default if a subclass made it no delay."""
+    try:
+        return seconds(verdict.delay, "delay")
+    except BaseException as error:  # noqa: BLE001 - a user's class must not cost an outcome
+        _log.warning(
+            "the delay of %s in attempt %d is unusable (%s): the default is used",
+            type(verdict).__name__,
+            attempt,
+            type(error).__name__,
+        )
+        return _default_delay(attempt)
+
+
+def _default_delay(attempt: int) -> float:
     fallback = default_backoff(attempt)
     assert isinstance(fallback, float)
     return fallback
