@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg import sql
 from sqlalchemy import create_engine, event, make_url, select, text
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
 
 from sqlalchemy_jobs import Job
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from sqlalchemy import URL, Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _END = "end of the test"
 
@@ -102,7 +102,7 @@ class Heard:
 @contextmanager
 def listening(engine: Engine | AsyncEngine, table: Any = Job.__table__) -> Generator[Heard]:
     """Listen as a worker of *engine* does: on a raw connection of a driver, and in the process."""
-    sync: Engine = getattr(engine, "sync_engine", engine)
+    sync = _sync(engine)
     channel = channel_of(sync, table)
     with ExitStack() as stack:
         connection = None
@@ -117,7 +117,7 @@ def listening(engine: Engine | AsyncEngine, table: Any = Job.__table__) -> Gener
 @contextmanager
 def counted(engine: Engine | AsyncEngine) -> Generator[list[str]]:
     """Collect the text of every statement that is sent through *engine*."""
-    sync: Engine = getattr(engine, "sync_engine", engine)
+    sync = _sync(engine)
     sent: list[str] = []
 
     def collect(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
@@ -132,7 +132,7 @@ def counted(engine: Engine | AsyncEngine) -> Generator[list[str]]:
 
 def begin_by_hand(engine: Engine | AsyncEngine) -> None:
     """On SQLite, let SQLAlchemy begin transactions, as its documentation says for savepoints."""
-    sync: Engine = getattr(engine, "sync_engine", engine)
+    sync = _sync(engine)
     if sync.dialect.name != "sqlite":
         return
 
@@ -149,7 +149,9 @@ def begin_by_hand(engine: Engine | AsyncEngine) -> None:
 def connections_opened(engine: Engine | AsyncEngine) -> Callable[[], int]:
     """Count the connections that *engine* opens from now on."""
     opened: list[Any] = []
-    event.listen(
-        getattr(engine, "sync_engine", engine), "connect", lambda *made: opened.append(made)
-    )
+    event.listen(_sync(engine), "connect", lambda *made: opened.append(made))
     return lambda: len(opened)
+
+
+def _sync(engine: Engine | AsyncEngine) -> Engine:
+    return engine.sync_engine if isinstance(engine, AsyncEngine) else engine
