@@ -113,7 +113,7 @@ def _form(hint: Any) -> tuple[type | None, _Build]:
 
 
 def _misfit(value: Any, hint: Any, at: At | None, problems: list[Problem]) -> None:
-    problems.append((at, f"expected {named(hint)}, found {_FOUND[type(value)]}"))
+    problems.append((at, f"expected {named(hint)}, found {JSON_TYPES[type(value)]}"))
 
 
 def _refused(hint: Any, error: Exception, at: At | None, problems: list[Problem]) -> None:
@@ -334,7 +334,7 @@ _QUALIFIERS: Final = (Annotated, Required, NotRequired)
 
 _EXACT: Final = frozenset({str, int, float, bool, NoneType})
 
-_FOUND: Final[dict[type, str]] = {
+JSON_TYPES: Final[dict[type, str]] = {
     NoneType: "null",
     bool: "a boolean",
     int: "an integer",
@@ -343,6 +343,7 @@ _FOUND: Final[dict[type, str]] = {
     list: "an array",
     dict: "an object",
 }
+"""The types of parsed JSON, and what messages call their values."""
 
 _FROM_TEXT: Final[dict[type, Callable[[str], Any]]] = {
     datetime: datetime.fromisoformat,

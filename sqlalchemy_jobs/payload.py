@@ -13,6 +13,10 @@ StrEnum and IntEnum, and at any depth three kinds of objects: dataclasses (what 
 takes: fields with ``init=False`` are derived and left out), pydantic models
 (``model_dump(mode="json", round_trip=True)``) and msgspec structs.
 
+Within a dataclass, at any depth, so are datetime, date, time, UUID and Decimal, members of any Enum
+with a JSON value, sets, and keys that are text in this way: the annotations of its fields bring
+them back. A plain dict has none, so there you say yourself what becomes of them.
+
 Back, an annotation says what to build::
 
     >>> load('{"user_id": 7}', into=Welcome)
@@ -38,14 +42,14 @@ import re
 import sys
 from collections import abc
 from dataclasses import fields, is_dataclass
-from datetime import date, time, timedelta
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from uuid import UUID
 
-from ._fit import derives, fit, named
+from ._fit import JSON_TYPES, derives, fit, named
 from .errors import InvalidArgumentError, PayloadError
 
 if TYPE_CHECKING:
@@ -76,7 +80,7 @@ def dump(value: object, name: str = "payload") -> str:
     Raises :class:`PayloadError`, with a path that starts with *name*.
     """
     try:
-        text = _encode(_plain(value, MAX_DEPTH))
+        text = _encode(_plain(value, MAX_DEPTH, None))
     except _Refusal as refusal:
         message = f"{_path(name, reversed(refusal.steps))}: {refusal.reason}"
     except (RuntimeError, ValueError) as error:
@@ -120,8 +124,11 @@ def _refuse(reason: str, culprit: object = None) -> NoReturn:
     raise _Refusal(reason, culprit)
 
 
-def _plain(value: Any, room: int) -> Any:
-    """Return *value* rebuilt of exact builtin types, *room* levels deep at most."""
+def _plain(value: Any, room: int, owner: type[Any] | None) -> Any:
+    """Return *value* rebuilt of exact builtin types, *room* levels deep at most.
+
+    What belongs to a dataclass, its *owner*, may be of any type that annotations build from JSON.
+    """
     kind: type[Any] = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is str:
         if fault := _fault(value):
@@ -133,56 +140,70 @@ def _plain(value: Any, room: int) -> Any:
         if not isfinite(value):
             _refuse("a float that is NaN or infinite, which JSON does not have; use None")
     elif kind is dict:
-        return _object(value.items(), value, room)
+        return _object(value.items(), value, room, owner)
     elif kind is list or kind is tuple:
-        return _array(value, value, room)
+        return _array(value, value, room, owner)
     elif value is not None and kind is not bool:
-        return _other(value, room)
+        return _other(value, room, owner)
     return value
 
 
-def _object(pairs: Iterable[tuple[Any, Any]], container: object, room: int) -> dict[str, Any]:
+def _object(
+    pairs: Iterable[tuple[Any, Any]], container: Any, room: int, owner: type[Any] | None
+) -> dict[str, Any]:
     if room <= 0:
         _refuse(f"nested more than {MAX_DEPTH} levels deep", container)
     plain: dict[str, Any] = {}
     step = None
+    converted = False
     try:
         for key, item in pairs:
             step = key if type(key) is str else None
             if step is None:
-                step = _key(key)
+                step = _key(key, room, owner)
+                converted = True
             if fault := _fault(step):
                 _refuse(f"the key contains {fault}")
-            plain[step] = _plain(item, room - 1)
+            plain[step] = _plain(item, room - 1, owner)
+        if converted and len(plain) < dict[Any, Any].__len__(container):
+            step = None
+            _refuse("two of the keys are the same as text")
     except _Refusal as refusal:
         refusal.passes(container, step)
         raise
     return plain
 
 
-def _array(items: Iterable[Any], container: object, room: int) -> list[Any]:
+def _array(
+    items: Iterable[Any], container: object, room: int, owner: type[Any] | None
+) -> list[Any]:
     if room <= 0:
         _refuse(f"nested more than {MAX_DEPTH} levels deep", container)
     plain: list[Any] = []
     try:
         for item in items:
-            plain.append(_plain(item, room - 1))  # noqa: PERF401 - its length is the step
+            plain.append(_plain(item, room - 1, owner))  # noqa: PERF401 - its length is the step
     except _Refusal as refusal:
         refusal.passes(container, len(plain))
         raise
     return plain
 
 
-def _key(key: object) -> str:
-    if isinstance(key, str):
+def _key(key: Any, room: int, owner: type[Any] | None) -> str:
+    kind: type[Any] = type(key)  # pyright: ignore[reportUnknownVariableType]
+    if issubclass(kind, str) and not issubclass(kind, Enum):
         return str.__str__(key)
-    _refuse(f"a key is {_kind(type(key))}, not str; convert the keys, e.g. str(key)")
+    if issubclass(kind, str if owner is None else _OWNED_KEYS):
+        text = _other(key, room, owner)
+        if type(text) is str:
+            return text
+    _refuse(f"a key is {_kind(kind)}, not str; convert the keys, e.g. str(key)")
 
 
-def _other(value: object, room: int) -> Any:
+def _other(value: object, room: int, owner: type[Any] | None) -> Any:
     """Return what is not exactly of a JSON type as one, or refuse it."""
     try:
-        return _converted(value, type(value), room)
+        return _converted(value, type(value), room, owner)
     except _Refusal:
         raise
     except Exception as error:  # noqa: BLE001 - code of the payload's classes; its message may show values
@@ -190,36 +211,54 @@ def _other(value: object, room: int) -> Any:
     _refuse(f"{_kind(type(value))} cannot be turned into JSON (it raised {raised})")
 
 
-def _converted(value: Any, kind: type[Any], room: int) -> Any:
+def _converted(value: Any, kind: type[Any], room: int, owner: type[Any] | None) -> Any:
     # First of all: mapped classes may be dataclasses or pydantic models too.
     if hasattr(kind, "__mapper__") or hasattr(kind, "_sa_class_manager"):
         _refuse(f"{_kind(kind)} is an ORM instance; pass the id, not the object")
     if derives(kind, "pydantic.main", "BaseModel"):
         # No warnings: theirs show values.
-        return _plain(value.model_dump(mode="json", round_trip=True, warnings=False), room)
+        return _plain(value.model_dump(mode="json", round_trip=True, warnings=False), room, None)
     if derives(kind, "msgspec", "Struct"):
-        return _plain(sys.modules["msgspec"].to_builtins(value, str_keys=True), room)
+        return _plain(sys.modules["msgspec"].to_builtins(value, str_keys=True), room, None)
     if is_dataclass(kind):
         pairs = ((field.name, getattr(value, field.name)) for field in fields(kind) if field.init)
-        return _object(pairs, value, room)
+        return _object(pairs, value, room, kind)
     if issubclass(kind, Enum):
-        if not issubclass(kind, str | int | float):
-            _refuse(f"{_kind(kind)} is a plain Enum; pass its .value, or make it a StrEnum")
-        return _plain(value.value, room)
-    return _of_subclass(value, kind, room)
+        return _member(value, kind, room, owner)
+    return _of_subclass(value, kind, room, owner)
 
 
-def _of_subclass(value: Any, kind: type[Any], room: int) -> Any:
+def _member(member: Any, kind: type[Any], room: int, owner: type[Any] | None) -> Any:
+    value = member.value
+    if issubclass(kind, str | int | float):
+        return _plain(value, room, None)
+    if owner is not None and type(value) in JSON_TYPES:
+        plain = _plain(value, room, None)
+        if plain == value:  # or no member would be found by it
+            return plain
+    _refuse(f"{_kind(kind)} is a plain Enum; pass its .value, or make it a StrEnum")
+
+
+def _of_subclass(value: Any, kind: type[Any], room: int, owner: type[Any] | None) -> Any:
     # By the base's own methods: json does not use what a subclass overrides either.
     for base, exact in _SCALARS:
         if issubclass(kind, base):
-            return _plain(exact(value), room)
+            return _plain(exact(value), room, None)
     if issubclass(kind, dict):
-        return _object(dict[Any, Any].items(value), value, room)
+        return _object(dict[Any, Any].items(value), value, room, owner)
     if issubclass(kind, list):
-        return _array(list[Any].__iter__(value), value, room)
+        return _array(list[Any].__iter__(value), value, room, owner)
     if issubclass(kind, tuple):
-        return _array(tuple[Any, ...].__iter__(value), value, room)
+        return _array(tuple[Any, ...].__iter__(value), value, room, owner)
+    if owner is not None:
+        for base, text in _TEXTS:
+            # pandas' NaT is a datetime that looks like one of the year 1, but for this:
+            if issubclass(kind, base) and (kind is base or value == value):  # noqa: PLR0124
+                return text(value)
+        if issubclass(kind, set | frozenset):
+            items = (set if issubclass(kind, set) else frozenset)[Any].__iter__(value)
+            # In the same order in every process.
+            return sorted(_array(items, value, room, owner), key=_encode)
     hint = next((hint for kinds, hint in _HINTS if issubclass(kind, kinds)), None)
     if hint is None:
         hint = "pass what it returns" if callable(value) else "pass plain data, e.g. a dict"
@@ -231,6 +270,16 @@ _SCALARS: Final[tuple[tuple[type, Callable[[Any], Any]], ...]] = (
     (int, int.__int__),
     (float, float.__float__),
 )
+
+_TEXTS: Final[tuple[tuple[type, Callable[[Any], str]], ...]] = (
+    (datetime, datetime.isoformat),  # before date, which it derives from
+    (date, date.isoformat),
+    (time, time.isoformat),
+    (UUID, UUID.__str__),
+    (Decimal, Decimal.__str__),
+)
+
+_OWNED_KEYS: Final = (str, Enum, *(base for base, _ in _TEXTS))
 
 _HINTS: Final[tuple[tuple[type | tuple[type, ...], str], ...]] = (
     ((UUID, date, time, Decimal), "convert it, e.g. str(value)"),
