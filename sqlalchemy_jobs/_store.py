@@ -185,16 +185,18 @@ class Store:
         accepted: set[Key] = set()
         try:
             calls = statements.settle(self._worker, list(latest.values()), channel)
-            accepted |= self._accepted(connection, calls)
+            self._accept(connection, calls, accepted)
         except DBAPIError as error:
             if not _is_about_a_row(error):
                 raise
             # One row may be what the database refuses (a trigger, a constraint of the user's):
             # the others must not wait for it.
             for outcome in latest.values():
+                if outcome.lease.key in accepted:
+                    continue  # where each outcome is a statement, some came before the refused one
                 try:
                     calls = statements.settle(self._worker, [outcome], channel)
-                    accepted |= self._accepted(connection, calls)
+                    self._accept(connection, calls, accepted)
                 except DBAPIError as single:
                     if not _is_about_a_row(single):
                         raise
@@ -212,14 +214,16 @@ class Store:
         )
 
     @staticmethod
-    def _accepted(connection: Connection, calls: Sequence[Call]) -> set[Key]:
-        rows = (row for call in calls for row in _rows(connection, call))
-        return {(row[0], row[1]) for row in rows}
+    def _accept(connection: Connection, calls: Sequence[Call], accepted: set[Key]) -> None:
+        """Add to *accepted* as it goes: a later call may fail after earlier ones took effect."""
+        for call in calls:
+            accepted.update((row[0], row[1]) for row in _rows(connection, call))
 
     def _renew(self, connection: Connection, statements: Statements, command: Renew) -> Renewed:
         latest = {lease.job_id: lease for lease in sorted(command.leases, key=lambda x: x.attempt)}
         calls = statements.renew(self._worker, self._visibility, list(latest.values()))
-        renewed = self._accepted(connection, calls)
+        renewed: set[Key] = set()
+        self._accept(connection, calls, renewed)
         return Renewed(command, frozenset(lease.key for lease in command.leases) - renewed)
 
     # --- chores --------------------------------------------------------------------------------
