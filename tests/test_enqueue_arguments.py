@@ -1,0 +1,311 @@
+"""What a job may be given: bad input is refused before any SQL, good input means what it says."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, time, timedelta, timezone
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+from zoneinfo import ZoneInfo
+
+import pytest
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+
+from sqlalchemy_jobs import (
+    AsyncJobSession,
+    InvalidArgumentError,
+    Job,
+    JobSession,
+    PayloadError,
+    enqueue,
+)
+from tests.engines import make_empty_tables, open_async_engine, open_engine
+from tests.enqueue_tools import counted, rows
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from tests.conftest import Database
+
+JOB = Job(task="orm")
+UUID_ = UUID(int=7)
+NAIVE = datetime(2030, 1, 1)  # noqa: DTZ001 - what is refused
+
+
+class _Awaitable:
+    def __await__(self) -> Any:
+        yield
+
+
+def _awaitable() -> _Awaitable:
+    return _Awaitable()
+
+
+BAD: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
+    # payloads, with the place of the fault
+    ("NaN", PayloadError, "payload.user.score: ", {"payload": {"user": {"score": math.nan}}}),
+    ("infinity", PayloadError, "payload[1]: ", {"payload": [0, math.inf]}),
+    ("NUL", PayloadError, "payload.name: ", {"payload": {"name": "a\0b"}}),
+    ("NUL in a key", PayloadError, "payload[.*NUL", {"payload": {"a\0b": 1}}),
+    ("surrogate", PayloadError, "payload.user.name: ", {"payload": {"user": {"name": "\ud800"}}}),
+    ("ORM instance", PayloadError, "payload.user: ", {"payload": {"user": JOB}}),
+    ("only an ORM instance", PayloadError, "pass the id", {"payload": JOB}),
+    ("int key", PayloadError, "payload.by_id: ", {"payload": {"by_id": {7: "x"}}}),
+    ("UUID", PayloadError, "payload[0].id: ", {"payload": [{"id": UUID_}]}),
+    (
+        "datetime",
+        PayloadError,
+        "payload.at: ",
+        {"payload": {"at": datetime(2030, 1, 1, tzinfo=UTC)}},
+    ),
+    ("Decimal", PayloadError, "payload.price: ", {"payload": {"price": Decimal(1)}}),
+    ("bytes", PayloadError, "payload: ", {"payload": b"x"}),
+    ("set", PayloadError, "payload: ", {"payload": {1}}),
+    ("class", PayloadError, "payload: ", {"payload": dict}),
+    ("answer of a callable", PayloadError, "payload.x: ", {"payload": lambda: {"x": {1}}}),
+    ("awaitable", PayloadError, "payload: ", {"payload": _awaitable}),
+    ("meta", PayloadError, "meta.trace: ", {"meta": {"trace": b"x"}}),
+    # the other arguments
+    ("no task", InvalidArgumentError, "task ", {"task": ""}),
+    ("task of 10 kB", InvalidArgumentError, "task ", {"task": "x" * 10_000}),
+    ("task with NUL", InvalidArgumentError, "task ", {"task": "a\0b"}),
+    ("task with a surrogate", InvalidArgumentError, "task ", {"task": "\udfff"}),
+    ("task None", InvalidArgumentError, "task ", {"task": None}),
+    ("task function", InvalidArgumentError, "task ", {"task": len}),
+    ("no key", InvalidArgumentError, "idempotency_key ", {"idempotency_key": ""}),
+    ("long key", InvalidArgumentError, "idempotency_key ", {"idempotency_key": "k" * 256}),
+    ("key with NUL", InvalidArgumentError, "idempotency_key ", {"idempotency_key": "\0"}),
+    ("key 7", InvalidArgumentError, "idempotency_key ", {"idempotency_key": 7}),
+    ("negative delay", InvalidArgumentError, "delay ", {"delay": -0.001}),
+    ("negative timedelta", InvalidArgumentError, "delay ", {"delay": timedelta(seconds=-1)}),
+    ("delay NaN", InvalidArgumentError, "delay ", {"delay": math.nan}),
+    ("delay infinity", InvalidArgumentError, "delay ", {"delay": math.inf}),
+    ("delay of 11 years", InvalidArgumentError, "delay ", {"delay": timedelta(days=11 * 366)}),
+    ("delay as text", InvalidArgumentError, "delay ", {"delay": "5"}),
+    ("delay True", InvalidArgumentError, "delay ", {"delay": True}),
+    ("delay and run_at", InvalidArgumentError, "not both", {"delay": 0, "run_at": NAIVE}),
+    ("naive run_at", InvalidArgumentError, "run_at .*naive", {"run_at": NAIVE}),
+    ("run_at as text", InvalidArgumentError, "run_at ", {"run_at": "2030-01-01T00:00:00Z"}),
+    ("run_at as date", InvalidArgumentError, "run_at ", {"run_at": NAIVE.date()}),
+    ("run_at as number", InvalidArgumentError, "run_at ", {"run_at": 1.9e9}),
+    ("run_at as time", InvalidArgumentError, "run_at ", {"run_at": time(tzinfo=UTC)}),
+    (
+        "run_at before year 1",
+        InvalidArgumentError,
+        "run_at ",
+        {"run_at": datetime.min.replace(tzinfo=timezone(timedelta(hours=5)))},
+    ),
+    ("priority 3", InvalidArgumentError, "priority ", {"priority": 3}),
+    ("priority -3", InvalidArgumentError, "priority ", {"priority": -3}),
+    ("priority True", InvalidArgumentError, "priority ", {"priority": True}),
+    ("priority 0.0", InvalidArgumentError, "priority ", {"priority": 0.0}),
+    ("priority None", InvalidArgumentError, "priority ", {"priority": None}),
+    ("no attempt", InvalidArgumentError, "max_attempts ", {"max_attempts": 0}),
+    (
+        "a million and one attempts",
+        InvalidArgumentError,
+        "max_attempts ",
+        {"max_attempts": 1_000_001},
+    ),
+    ("attempts 1.0", InvalidArgumentError, "max_attempts ", {"max_attempts": 1.0}),
+    ("negative timeout", InvalidArgumentError, "timeout ", {"timeout": -1}),
+    ("timeout NaN", InvalidArgumentError, "timeout ", {"timeout": math.nan}),
+    ("notify", InvalidArgumentError, "notify ", {"notify": True}),
+]
+
+
+def test_bad_input_is_refused_before_any_sql(sync_engine: Engine) -> None:
+    """The error names the place, nothing is sent, and the transaction commits what else it did."""
+    with JobSession(sync_engine) as session, counted(sync_engine) as sent:
+        for name, error, told, options in BAD:
+            with pytest.raises(error, match=_literal(told)):
+                session.enqueue(**{"task": "t", **options})
+            assert (name, sent) == (name, [])
+        session.enqueue("good")
+        session.commit()
+    assert rows(sync_engine.url, Job.task) == ["good"]
+
+
+async def test_bad_input_is_refused_on_every_async_driver(async_engine: AsyncEngine) -> None:
+    """The same errors on asyncpg, psycopg and aiosqlite, and the transaction goes on."""
+    async with AsyncJobSession(async_engine) as session, session.begin():
+        await session.enqueue("before")
+        with counted(async_engine) as sent:
+            for name, error, told, options in BAD:
+                with pytest.raises(error, match=_literal(told)):
+                    await session.enqueue(**{"task": "t", **options})
+                assert (name, sent) == (name, [])
+        await session.enqueue("after")
+    assert rows(async_engine.url, Job.task) == ["before", "after"]
+
+
+def _literal(told: str) -> str:
+    return told.replace("[", r"\[").replace("payload.", r"payload\.")
+
+
+def test_things_that_are_no_session_are_refused_by_name(sync_engine: Engine) -> None:
+    """An engine, a sessionmaker or an async session in the wrong function gets a clear error."""
+    for given in (sync_engine, None, JobSession):
+        with pytest.raises(InvalidArgumentError, match="a Session or a Connection is needed"):
+            enqueue(given, "t")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="await enqueue_async"):
+        enqueue(AsyncJobSession(), "t")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="JobMixin"), Session(sync_engine) as session:
+        enqueue(session, "t", job_class=dict)
+
+
+# --- callable payloads
+
+
+def test_a_callable_payload_sees_generated_keys(sync_engine: Engine) -> None:
+    """It is called once, after a flush, even in a session that does not flush by itself."""
+    calls: list[int] = []
+    with JobSession(sync_engine, autoflush=False) as session, session.begin():
+        other = Job(task="other", payload=None)
+        session.add(other)
+
+        def payload() -> dict[str, int]:
+            calls.append(other.id)
+            return {"id": other.id}
+
+        job_id = session.enqueue("t", payload)
+        assert calls == [other.id]
+        assert other.id is not None
+    assert dict(rows(sync_engine.url, Job.id, Job.payload))[job_id] == {"id": calls[0]}
+
+
+def test_a_plain_payload_does_not_flush(sync_engine: Engine) -> None:
+    """Objects added before stay pending, so that enqueueing surprises nobody with their SQL."""
+    with JobSession(sync_engine) as session:
+        pending = Job(task="other", payload=None)
+        session.add(pending)
+        session.enqueue("t", {"id": 7})
+        assert pending in session.new
+
+
+def test_a_callable_that_raises_leaves_the_transaction_usable(sync_engine: Engine) -> None:
+    """Its own error comes out, no job is stored, and the transaction goes on."""
+    with JobSession(sync_engine) as session, session.begin():
+        with pytest.raises(ZeroDivisionError):
+            session.enqueue("t", lambda: 1 // 0)
+        session.enqueue("good")
+    assert rows(sync_engine.url, Job.task) == ["good"]
+
+
+async def test_a_callable_payload_of_an_async_session(async_engine: AsyncEngine) -> None:
+    """It sees generated keys there too."""
+    async with AsyncJobSession(async_engine) as session, session.begin():
+        other = Job(task="other", payload=None)
+        session.add(other)
+        await session.enqueue("t", lambda: {"id": other.id})
+    assert rows(async_engine.url, Job.payload)[1] == {"id": rows(async_engine.url, Job.id)[0]}
+
+
+# --- what is stored
+
+
+def test_left_out_options_stay_open(sync_engine: Engine) -> None:
+    """max_attempts and timeout are null, for the task or the worker decides; payload is null."""
+    with JobSession(sync_engine) as session, session.begin():
+        session.enqueue("t")
+    (row,) = rows(sync_engine.url)
+    assert (row.max_attempts, row.timeout_s, row.idempotency_key, row.meta) == (None,) * 4
+    assert (row.payload, row.status, row.priority, row.attempts) == (None, "pending", 0, 0)
+    assert (row.locked_by, row.lease_expires_at, row.started_at) == (None, None, None)
+    with JobSession(sync_engine) as session:
+        absent = text("SELECT count(*) FROM " + _name(sync_engine) + " WHERE payload IS NULL")
+        assert session.scalar(absent) == 0  # JSON null, not an absent value
+
+
+def test_given_options_are_stored(sync_engine: Engine) -> None:
+    """Bounds of the ranges are accepted; timedeltas and numbers mean seconds."""
+    with JobSession(sync_engine) as session, session.begin():
+        session.enqueue("x" * 200, priority=2, max_attempts=1, timeout=0, meta={"a": [1]})
+        session.enqueue("t", priority=-2, max_attempts=1_000_000, timeout=timedelta(minutes=1.5))
+        session.enqueue("t", idempotency_key="\U0001f600" * 255, timeout=0.5)
+    found = rows(sync_engine.url, Job.priority, Job.max_attempts, Job.timeout_s, Job.meta)
+    assert found == [(2, 1, 0.0, {"a": [1]}), (-2, 1_000_000, 90.0, None), (0, None, 0.5, None)]
+
+
+def test_a_delay_counts_from_the_statement(sync_engine: Engine) -> None:
+    """In a transaction that is old already, a delay and no delay count from the call."""
+    with JobSession(sync_engine) as session, session.begin():
+        connection = session.connection()
+        begun = _database_clock(connection)
+        if connection.dialect.name == "postgresql":
+            session.execute(text("SELECT pg_sleep(1.2)"))
+        before = _database_clock(connection)
+        session.enqueue("now")
+        session.enqueue("number", delay=100)
+        session.enqueue("timedelta", delay=timedelta(seconds=100))
+        session.enqueue("zero", delay=0)
+        after = _database_clock(connection)
+    for task, run_at in rows(sync_engine.url, Job.task, Job.run_at):
+        waits = timedelta(seconds=100 if task in ("number", "timedelta") else 0)
+        assert before <= run_at - waits <= after, task
+    assert connection.dialect.name == "sqlite" or before - begun > timedelta(seconds=1)
+
+
+def test_run_at_is_the_instant_that_was_meant(sync_engine: Engine) -> None:
+    """Any aware datetime is stored as its instant, to the microsecond."""
+    moment = datetime(2030, 6, 1, 12, 0, 0, 123456, tzinfo=UTC)
+    given = [
+        moment,
+        moment.astimezone(ZoneInfo("Asia/Kolkata")),
+        moment.astimezone(timezone(timedelta(hours=-11, minutes=-30))),
+        datetime(2030, 10, 27, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+        datetime(1970, 1, 1, tzinfo=UTC),
+        datetime.max.replace(tzinfo=UTC),
+    ]
+    with JobSession(sync_engine) as session, session.begin():
+        for at in given:
+            session.enqueue("t", run_at=at)
+    assert rows(sync_engine.url, Job.run_at) == [at.astimezone(UTC) for at in given]
+    assert rows(sync_engine.url, Job.run_at)[3] == datetime(2030, 10, 27, 1, 30, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_the_roles_time_zone_does_not_matter(database: Database, driver: Any) -> None:
+    """With TimeZone set on the server side, times mean and read the same."""
+    make_empty_tables(database.url("psycopg"))
+    database.cluster.psql(f"ALTER DATABASE {database.name} SET timezone TO 'Asia/Kolkata'")
+    moment = datetime(2030, 6, 1, 12, tzinfo=timezone(timedelta(hours=3)))
+    try:
+        async with (
+            open_async_engine(database.url(driver)) as engine,
+            AsyncJobSession(engine) as session,
+            session.begin(),
+        ):
+            zone = await session.scalar(text("SHOW timezone"))
+            await session.enqueue("at", run_at=moment)
+            await session.enqueue("after", delay=3600)
+            now = await session.scalar(select(func.clock_timestamp()))
+            at, after = (await session.scalars(select(Job.run_at).order_by(Job.id))).all()
+    finally:
+        database.cluster.psql(f"ALTER DATABASE {database.name} RESET timezone")
+    assert (zone, at, at.utcoffset()) == ("Asia/Kolkata", moment, timedelta(0))
+    assert now is not None
+    assert abs(after - now - timedelta(hours=1)) < timedelta(seconds=60)
+
+
+@pytest.mark.drivers("psycopg")
+def test_a_payload_of_a_megabyte_wakes_its_workers(sync_engine: Engine) -> None:
+    """A notification carries the task only: size of payload and name do not matter to it."""
+    with open_engine(sync_engine.url) as engine, JobSession(engine) as session, session.begin():
+        session.enqueue("\U0001f600" * 200, {"text": "é" * 1_000_000})
+    assert [len(payload["text"]) for payload in rows(sync_engine.url, Job.payload)] == [1_000_000]
+
+
+def _name(engine: Engine) -> str:
+    return "jobs" if engine.dialect.name == "sqlite" else "jobs.jobs"
+
+
+def _database_clock(connection: Connection) -> datetime:
+    if connection.dialect.name == "sqlite":
+        now = datetime.now(UTC)  # the same clock; SQLite reads milliseconds of it
+        return now.replace(microsecond=now.microsecond // 1000 * 1000)
+    clock: datetime = connection.scalars(select(func.clock_timestamp())).one()
+    return clock
