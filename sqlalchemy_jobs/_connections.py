@@ -67,7 +67,8 @@ def own_engine(engine: Engine) -> Engine:
 
 def autocommit(connection: Connection) -> Connection:
     """Set *connection* up for the worker's statements. Idempotent."""
-    connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+    if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
     if connection.dialect.name == "postgresql":
         connection.execute(_SETUP).all()
     keep_alive(connection.connection.driver_connection)

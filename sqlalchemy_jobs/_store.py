@@ -270,7 +270,9 @@ class Store:
                     raise
                 refused += 1
                 _log.exception(
-                    "job %s could not be recovered", job_id, extra={"event": "unrecoverable"}
+                    "job %s could not be recovered",
+                    job_id,
+                    extra={"event": "unrecoverable", "job_id": job_id},
                 )
         if refused and not rows:
             raise cause
