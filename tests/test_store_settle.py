@@ -14,7 +14,7 @@ from sqlalchemy_jobs.lifecycle import KEPT_ERRORS, MOVES, OUTCOMES, Event
 from tests.rows import JOBS, WORKER, Hand, Queue, foretold, open_queue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Generator
 
     from sqlalchemy import Engine
 
@@ -295,7 +295,7 @@ def test_a_broken_connection_is_no_refusal(queue: Queue) -> None:
 
 @pytest.mark.every_postgres
 def test_the_latest_twenty_errors_are_kept(queue: Queue) -> None:
-    """Each failure appends an entry; beyond twenty the oldest fall out; last_error is the newest."""
+    """Each failure appends an entry; beyond twenty the oldest go; last_error is the newest."""
     job_id = queue.add(max_attempts=100)
     hand = Hand(queue)
     for n in range(1, KEPT_ERRORS + 4):
