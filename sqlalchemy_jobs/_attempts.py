@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,18 @@ class Attempt:
         if self.aborted is not None:  # it came while the payload was being read
             self.abort(self.aborted)
         return self._job
+
+    @staticmethod
+    def check_returned(result: object) -> None:
+        """Refuse what a ``def`` handler returned if it is work that nobody would await."""
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()  # Python would warn that it was never awaited
+            message = (
+                "the handler returned a coroutine, which nobody awaits: make it an async def, or "
+                "put functools.wraps on its decorator"
+            )
+            raise PermanentJobError(message)
 
     def on_abort(self, cancel: Callable[[], object]) -> None:
         """Call *cancel* when the attempt is aborted."""

@@ -21,9 +21,11 @@ import logging
 import queue
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+
+from sqlalchemy import Engine
 
 from ._attempts import Attempt
 from ._connections import describe, own_engine
@@ -52,7 +54,7 @@ from ._messages import (
 from ._signals import stop_by_signal
 from ._threads import Threads
 from ._wake import register
-from .errors import SchemaError
+from .errors import InvalidArgumentError, SchemaError
 from .models import Job
 from .session import table_of
 
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from typing import Unpack
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Connection
 
     from .settings import WorkerOptions
     from .tasks import Tasks
@@ -85,6 +87,9 @@ class Worker:
 
         Raises :class:`UnsupportedDatabaseError` and :class:`InvalidArgumentError`.
         """
+        if not isinstance(engine, Engine):
+            message = f"an Engine is needed, got {type(engine).__name__}; see AsyncWorker"
+            raise InvalidArgumentError(message)
         own_engine(engine)  # refuses what cannot work
         self._engine = engine
         self._tasks = tasks
@@ -279,21 +284,26 @@ class Worker:
             if attempt.task.is_async:
                 asyncio.run(self._run_coroutine(attempt))
             else:
-                attempt.task.handler(job)
+                attempt.check_returned(attempt.task.handler(job))
         except BaseException as raised:  # noqa: BLE001 - SystemExit and its like are outcomes too
             error = raised
         finished = Finished(attempt.end(error))
-        del self._attempts[attempt.lease.key]
+        self._attempts.pop(attempt.lease.key, None)  # a zombie of an earlier run is in no list
         self._inbox.put(finished)
 
     @staticmethod
     async def _run_coroutine(attempt: Attempt) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        attempt.on_abort(lambda: loop.call_soon_threadsafe(task.cancel))
+
+        def cancel() -> None:
+            with suppress(RuntimeError):  # the loop is closed: the handler has just ended
+                loop.call_soon_threadsafe(task.cancel)
+
+        attempt.on_abort(cancel)
         result = attempt.task.handler(attempt.job)
-        assert result is not None
-        await result
+        if result is not None:
+            await result
 
     def _abort(self, command: Abort) -> None:
         attempt = self._attempts.get(command.lease.key)

@@ -334,7 +334,7 @@ class AsyncWorker:
     def _run_in_thread(self, attempt: Attempt) -> None:
         error: BaseException | None = None
         try:
-            attempt.task.handler(attempt.begin())
+            attempt.check_returned(attempt.task.handler(attempt.begin()))
         except BaseException as raised:  # noqa: BLE001 - SystemExit and its like are outcomes too
             error = raised
         with suppress(RuntimeError):  # the loop is closed: a zombie's result interests nobody
