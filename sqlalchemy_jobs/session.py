@@ -700,6 +700,22 @@ class _explained:  # noqa: N801 - used as a statement
                 "or add migrations.upgrade(op, ...) to a revision of your own"
             )
             raise SchemaError(message) from error
+        if state in _SHOWING_ROWS:
+            _cut(error)
+
+
+_SHOWING_ROWS: Final = frozenset({"23502", "23514"})
+"""Not-null and check violations: the server adds the row, with the payload, as a detail."""
+
+
+def _cut(error: BaseException) -> None:
+    """Leave the first line of an error's message, and of its causes' messages."""
+    shown: Any = error
+    while shown is not None:
+        shown.args = (str(shown.args[0]).partition("\n")[0], *shown.args[1:])
+        if getattr(shown, "detail", None):  # asyncpg puts its messages together when asked
+            shown.detail = None
+        shown = shown.__cause__
 
 
 async def _lent(session: AnyAsyncSession, function: Any, *args: Any, **options: Any) -> Any:
