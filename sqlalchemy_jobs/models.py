@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     JSON,
@@ -112,7 +112,7 @@ def table_args(table: str) -> tuple[SchemaItem, ...]:
 class JobMixin:
     """The columns of a job. See the table in the documentation for what each means."""
 
-    __tablename__: ClassVar[Any] = "jobs"
+    __tablename__: Any = "jobs"
 
     @declared_attr.directive
     def __table_args__(cls) -> Any:  # noqa: N805 - declared_attr passes the class
