@@ -116,9 +116,8 @@ def _(element: db_now, compiler: SQLCompiler, **kw: Any) -> str:  # noqa: ARG001
 
 @compiles(db_after, "postgresql")
 def _(element: db_after, compiler: SQLCompiler, **kw: Any) -> str:
-    return (
-        f"statement_timestamp() + make_interval(secs => {compiler.process(element.clauses, **kw)})"
-    )
+    delay = compiler.process(element.clauses, **kw)
+    return f"(statement_timestamp() + make_interval(secs => {delay}))"
 
 
 @compiles(db_after, "sqlite")
