@@ -122,7 +122,7 @@ def test_bad_input_is_refused_before_any_sql(sync_engine: Engine) -> None:
     with JobSession(sync_engine) as session, counted(sync_engine) as sent:
         for name, error, told, options in BAD:
             with pytest.raises(error, match=_literal(told)):
-                session.enqueue(**({"task": "t"} | options))
+                session.enqueue(**_full(options))
             assert (name, sent) == (name, [])
         session.enqueue("good")
         session.commit()
@@ -136,10 +136,14 @@ async def test_bad_input_is_refused_on_every_async_driver(async_engine: AsyncEng
         with counted(async_engine) as sent:
             for name, error, told, options in BAD:
                 with pytest.raises(error, match=_literal(told)):
-                    await session.enqueue(**({"task": "t"} | options))
+                    await session.enqueue(**_full(options))
                 assert (name, sent) == (name, [])
         await session.enqueue("after")
     assert rows(async_engine.url, Job.task) == ["before", "after"]
+
+
+def _full(options: dict[str, Any]) -> dict[str, Any]:
+    return {"task": "t", **options}
 
 
 def _literal(told: str) -> str:
