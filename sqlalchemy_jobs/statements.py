@@ -65,7 +65,7 @@ from .sqltypes import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from sqlalchemy import ColumnElement, Executable
+    from sqlalchemy import ColumnElement, Executable, Select
 
     from ._messages import Lease, Outcome
     from ._window import Look
@@ -323,20 +323,26 @@ class Statements:
 
     def _survey(self) -> Executable:
         pair = self._pair()
+        first = self._waiting(pair, _ONE).lateral("first")
+        return select(pair.c.tasks, pair.c.priorities).select_from(pair.join(first, true()))
+
+    def _waiting(self, pair: Any, limit: ColumnElement[int]) -> Select[Any]:
+        """Up to *limit* due rows of a pair."""
         due, of_pair = self._due(pair)
-        waiting = exists(select(_ONE).where(of_pair, due.c.run_at <= db_now()))
-        return select(pair.c.tasks, pair.c.priorities).where(waiting)
+        return (
+            select(_ONE.label("one"))
+            .where(of_pair, due.c.run_at <= db_now())
+            # Of no use but to the planner: without an order, a sequential scan that hopes to meet
+            # enough rows early seems cheaper than the index.
+            .order_by(due.c.run_at)
+            .limit(limit)
+            .correlate(pair)
+        )
 
     def _outlook(self) -> Executable:
         pair = self._pair()
         due, of_pair = self._due(pair)
-        waiting = (
-            select(_ONE.label("one"))
-            .where(of_pair, due.c.run_at <= db_now())
-            .limit(bindparam("window", type_=Integer))
-            .correlate(pair)
-            .subquery("waiting")
-        )
+        waiting = self._waiting(pair, bindparam("window", type_=Integer)).subquery("waiting")
         count = select(func.count().label("n")).select_from(waiting).lateral("count")
         coming = (
             select(due.c.run_at)
