@@ -1,0 +1,289 @@
+"""Which indexes the statements use: their cost must not grow with rows that are not theirs."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sqlalchemy_jobs._messages import Lease, Outcome
+from sqlalchemy_jobs._window import Window
+from sqlalchemy_jobs.lifecycle import Event, Status
+from tests.engines import make_empty_tables, open_engine
+from tests.rows import WORKER, Queue, open_queue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from sqlalchemy_jobs.statements import Call
+    from tests.postgres import Server
+
+pytestmark = pytest.mark.every_postgres
+
+MANY = 50_000
+TASKS = {"a": 3, "b": 3}
+
+SEED = {
+    "finished": "INSERT INTO {jobs} (task, status, attempts, max_attempts, updated_at)"
+    " SELECT 'a', (ARRAY['succeeded', 'succeeded', 'failed', 'cancelled'])[1 + n % 4], 1, 3,"
+    " now() - n * interval '4 seconds' FROM generate_series(1, :many) AS n",
+    "foreign": "INSERT INTO {jobs} (task, priority, run_at) SELECT 'foreign', n % 3 - 1,"
+    " now() - interval '1 hour' FROM generate_series(1, :many) AS n",
+    "delayed": "INSERT INTO {jobs} (task, run_at)"
+    " SELECT 'a', now() + interval '1 hour' + n * interval '1 second'"
+    " FROM generate_series(1, :many) AS n",
+    "running": "INSERT INTO {jobs} (task, status, attempts, max_attempts, locked_by,"
+    " lease_expires_at) SELECT 'a', 'running', 1, 3, :worker,"
+    " now() + CASE WHEN n % 2 = 0 THEN 1 ELSE -1 END * interval '1 hour'"
+    " FROM generate_series(1, 100) AS n",
+    "backlog": "INSERT INTO {jobs} (task, run_at)"
+    " SELECT 'a', now() - n * interval '1 millisecond' FROM generate_series(1, :many) AS n",
+    "mine": "INSERT INTO {jobs} (task, priority, run_at) SELECT (ARRAY['a', 'b'])[1 + n % 2],"
+    " n % 2, now() - n * interval '1 millisecond' FROM generate_series(1, 2000) AS n",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The nodes of a plan that was carried out."""
+
+    nodes: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, root: dict[str, Any]) -> Plan:
+        """Gather the nodes of a tree."""
+
+        def walk(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            yield node
+            for child in node.get("Plans", ()):
+                yield from walk(child)
+
+        return cls(list(walk(root)))
+
+    def kinds(self) -> set[str]:
+        """The node types."""
+        return {node["Node Type"] for node in self.nodes}
+
+    def indexes(self) -> set[str]:
+        """The names of the indexes that were read."""
+        return {node["Index Name"] for node in self.nodes if "Index Name" in node}
+
+    def read(self) -> int:
+        """The rows that the scans of indexes and tables looked at."""
+        scans = [n for n in self.nodes if n["Node Type"].endswith(("Scan", "Scan using"))]
+        return sum(
+            int(
+                n["Actual Loops"]
+                * (
+                    n["Actual Rows"]
+                    + n.get("Rows Removed by Filter", 0)
+                    + n.get("Rows Removed by Index Recheck", 0)
+                )
+            )
+            for n in scans
+            if n["Node Type"] not in ("Function Scan", "Subquery Scan")
+        )
+
+    def sorted_rows(self) -> int:
+        """The rows that went into sorts."""
+        return sum(
+            int(child["Actual Rows"] * child["Actual Loops"])
+            for node in self.nodes
+            if node["Node Type"] in ("Sort", "Incremental Sort")
+            for child in node["Plans"]
+        )
+
+
+class Loaded:
+    """A queue full of other people's rows."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def explain(self, call: Call) -> Plan:
+        """Carry a call out, undo it, and return how it was done."""
+        statement, parameters = call
+        connection = self.queue.connection
+        compiled = statement.compile(dialect=connection.dialect)  # type: ignore[attr-defined]
+        self.queue.run("BEGIN")
+        try:
+            (row,) = connection.exec_driver_sql(
+                f"EXPLAIN (ANALYZE, BUFFERS, TIMING off, FORMAT json) {compiled}",
+                compiled.construct_params(parameters),
+            )
+        finally:
+            self.queue.run("ROLLBACK")
+        return Plan.of(row[0][0]["Plan"])
+
+    def running(self, count: int) -> list[Lease]:
+        """Some of the leases that WORKER holds."""
+        rows = self.queue.run(
+            "SELECT id, attempts FROM {jobs} WHERE status = 'running' ORDER BY id LIMIT :n",
+            n=count,
+        )
+        return [Lease(*row) for row in rows]
+
+
+@contextmanager
+def filled(cluster: Server, names: list[str]) -> Generator[Loaded]:
+    """A database of its own with the named rows of SEED, analysed."""
+    database = cluster.create_database()
+    url = cluster.url(database, "psycopg")
+    make_empty_tables(url)
+    with open_engine(url) as engine, open_queue(engine) as queue:
+        queue.run("ALTER TABLE {jobs} SET (autovacuum_enabled = off)")
+        for name in names:
+            queue.run(SEED[name], many=MANY, worker=WORKER)
+        queue.run("VACUUM ANALYZE {jobs}")
+        yield Loaded(queue)
+    cluster.drop_database(database)
+
+
+@pytest.fixture(scope="module")
+def loaded(cluster: Server) -> Generator[Loaded]:
+    """50,000 finished, foreign and delayed rows each, 100 running, 2,000 due."""
+    with filled(cluster, ["finished", "foreign", "delayed", "running", "mine"]) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def backlog(cluster: Server) -> Generator[Loaded]:
+    """Nothing but 50,000 due rows: statistics say that any row will do."""
+    with filled(cluster, ["backlog"]) as loaded:
+        yield loaded
+
+
+def look(*, full: bool = True) -> Any:
+    """A look of a worker with ten free slots, first or by memory."""
+    window = Window()
+    if not full:
+        window.claimed([(("a", 0), (1_600_000_000_000_000, 5)), (("b", 1), (10**15, 5))])
+        window.in_use([("a", 0), ("b", 1)])
+    return window.look(TASKS, 10, full=full)
+
+
+def claim(loaded: Loaded, *, full: bool = True) -> Call:
+    """The claim of ten jobs."""
+    return loaded.queue.statements.claim(WORKER, 300.0, look(full=full), 10, "c")
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_claim_reads_the_index_of_due_jobs_alone(loaded: Loaded, full: bool) -> None:  # noqa: FBT001
+    """A claim probes the index of due jobs and locks by primary key; it reads no other row."""
+    plan = loaded.explain(claim(loaded, full=full))
+    assert plan.indexes() == {"jobs_due", "jobs_pkey"}
+    assert "Seq Scan" not in plan.kinds()
+    assert "Bitmap Heap Scan" not in plan.kinds()
+    heads = [n for n in plan.nodes if n.get("Index Name") == "jobs_due"]
+    assert {n["Node Type"] for n in heads} == {"Index Only Scan"}
+    assert plan.read() <= 150, "two windows of 20 heads, and what is locked and updated of them"
+    assert plan.sorted_rows() <= 40, "the heads are sorted, not the backlog"
+
+
+@pytest.mark.parametrize("name", ["survey", "outlook"])
+def test_what_follows_a_claim_reads_the_index_of_due_jobs_alone(loaded: Loaded, name: str) -> None:
+    """Which queues have work, how much waits and what is due next: by index only."""
+    statements = loaded.queue.statements
+    plan = loaded.explain(getattr(statements, name)(look()))
+    assert plan.indexes() == {"jobs_due"}
+    assert "Seq Scan" not in plan.kinds()
+    assert {n["Node Type"] for n in plan.nodes if "Index Name" in n} == {"Index Only Scan"}
+    assert plan.read() <= 80
+    assert plan.sorted_rows() == 0
+
+
+@pytest.mark.parametrize("name", ["claim", "survey", "outlook"])
+def test_an_own_backlog_is_not_read(backlog: Loaded, name: str) -> None:
+    """With a backlog of the worker's own jobs a look reads no more than its windows."""
+    statements = backlog.queue.statements
+    plan = backlog.explain(claim(backlog) if name == "claim" else getattr(statements, name)(look()))
+    assert plan.indexes() <= {"jobs_due", "jobs_pkey"}
+    assert "Seq Scan" not in plan.kinds()
+    assert plan.read() <= 150
+    assert plan.sorted_rows() <= 40
+
+
+def test_a_claim_without_statistics_reads_the_same(loaded: Loaded) -> None:
+    """The plan is the same where the table was never analysed."""
+    statements = ["DELETE FROM pg_statistic WHERE starelid = 'jobs.jobs'::regclass"]
+    call = claim(loaded)
+    loaded.queue.run("BEGIN")
+    loaded.queue.run(statements[0])
+    compiled = call[0].compile(dialect=loaded.queue.connection.dialect)  # type: ignore[attr-defined]
+    try:
+        (row,) = loaded.queue.connection.exec_driver_sql(
+            f"EXPLAIN (ANALYZE, TIMING off, FORMAT json) {compiled}",
+            compiled.construct_params(call[1]),
+        )
+    finally:
+        loaded.queue.run("ROLLBACK")
+    plan = Plan.of(row[0][0]["Plan"])
+    assert plan.indexes() == {"jobs_due", "jobs_pkey"}
+    assert plan.read() <= 150
+
+
+def outcomes(leases: list[Lease]) -> list[Outcome]:
+    """Outcomes of two kinds."""
+    events = (Event.SUCCEED, Event.RETRY)
+    return [Outcome(lease, events[n % 2], 1.0, "E: no") for n, lease in enumerate(leases)]
+
+
+WRITES: dict[str, Callable[[Queue, list[Lease]], list[Any]]] = {
+    "settle": lambda queue, leases: queue.statements.settle(WORKER, outcomes(leases), "c"),
+    "renew": lambda queue, leases: queue.statements.renew(WORKER, 300.0, leases),
+}
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("name", sorted(WRITES))
+def test_the_holders_writes_find_rows_by_primary_key(loaded: Loaded, name: str, count: int) -> None:
+    """Settling and renewing never go through the index of running jobs, full of dead entries."""
+    (call,) = WRITES[name](loaded.queue, loaded.running(count))
+    plan = loaded.explain(call)
+    assert plan.indexes() == {"jobs_pkey"}
+    assert "Seq Scan" not in plan.kinds()
+    assert plan.read() <= 2 * count
+
+
+def test_recovery_reads_the_index_of_running_jobs(loaded: Loaded) -> None:
+    """Recovery looks at running jobs only, whatever else the table holds."""
+    plan = loaded.explain(loaded.queue.statements.recover(100, "c"))
+    assert "jobs_running" in plan.indexes()
+    assert plan.indexes() <= {"jobs_running", "jobs_pkey"}
+    assert "Seq Scan" not in plan.kinds()
+    assert plan.read() <= 300
+
+
+@pytest.mark.parametrize(
+    ("retention", "read"),
+    [
+        ({Status.SUCCEEDED: 150_000.0, Status.CANCELLED: 150_000.0, Status.FAILED: 1e9}, 4000),
+        ({Status.SUCCEEDED: 1e9, Status.CANCELLED: 1e9, Status.FAILED: 1e9}, 10),
+        ({Status.SUCCEEDED: 1e9, Status.CANCELLED: 1e9, Status.FAILED: None}, 10),
+        ({Status.SUCCEEDED: None, Status.CANCELLED: None, Status.FAILED: None}, 10),
+    ],
+    ids=["a batch", "all young", "one kept", "all kept"],
+)
+def test_pruning_reads_the_old_end_of_the_index_of_finished_jobs(
+    loaded: Loaded, retention: dict[Status, float | None], read: int
+) -> None:
+    """Pruning reads finished jobs from the oldest on, and those that are too young not at all."""
+    plan = loaded.explain(loaded.queue.statements.prune(1000, retention))
+    assert plan.indexes() <= {"jobs_finished", "jobs_pkey"}
+    assert "jobs_finished" in plan.indexes() or not any(retention.values())
+    assert "Seq Scan" not in plan.kinds()
+    assert plan.read() <= read
+    assert plan.sorted_rows() == 0
+
+
+def test_an_empty_table_does_not_spoil_the_plan_for_ever(loaded: Loaded) -> None:
+    """A statement that the driver prepares is planned anew each time, for the table grows."""
+    queue = loaded.queue
+    call = claim(loaded)
+    for _ in range(8):  # psycopg prepares at the sixth time; a generic plan comes after five more
+        queue.run("BEGIN")
+        queue.connection.execute(*call).all()
+        queue.run("ROLLBACK")
+    assert queue.run("SHOW plan_cache_mode") == [("force_custom_plan",)]
