@@ -128,10 +128,3 @@ def cut(driver_connection: Any) -> None:
                 handle.shutdown(socket.SHUT_RDWR)
         elif hasattr(driver_connection, "interrupt"):  # sqlite3
             driver_connection.interrupt()
-
-
-def describe(error: BaseException) -> str:
-    """Return a database error for the log: the driver's own words, no statement, no parameters."""
-    original = getattr(error, "orig", None) or error
-    words = " ".join(str(original).split())
-    return f"{type(original).__name__}: {words[:500]}"

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from . import migrations
 from ._channel import channel_of
-from ._connections import autocommit, describe
+from ._connections import autocommit
 from ._joblog import COUNTED, JobLog
 from ._machine import Machine, Timing
 from ._messages import (
@@ -36,7 +36,7 @@ from ._messages import (
     Sweep,
     Swept,
 )
-from ._store import Store
+from ._store import Store, describe
 from ._verdicts import timed_out
 from .errors import InvalidArgumentError, SchemaError
 from .settings import WorkerSettings

@@ -23,8 +23,9 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from ._connections import cut, describe, direct_url, keep_alive, own_engine
+from ._connections import cut, direct_url, keep_alive, own_engine
 from ._messages import ListenerChanged, Notified
+from ._store import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -75,6 +75,19 @@ def check_dialect(dialect: Dialect) -> None:
         raise UnsupportedDatabaseError(message)
 
 
+def describe(error: BaseException) -> str:
+    """Return a database error for the log: the driver's own words, no statement, no parameters.
+
+    Of an error of the server's only the first line: the rest quotes rows, payloads included.
+    """
+    original = getattr(error, "orig", None) or error
+    words = str(original)
+    if getattr(original, "sqlstate", None):
+        words = words.partition("\n")[0]
+    words = " ".join(words.split())
+    return f"{type(original).__name__}: {words[:500]}"
+
+
 class Store:
     """Carries out database commands for one worker."""
 
@@ -200,9 +213,10 @@ class Store:
                 except DBAPIError as single:
                     if not _is_about_a_row(single):
                         raise
-                    _log.exception(
-                        "the outcome of job %s could not be recorded; it is tried again",
+                    _log.error(
+                        "the outcome of job %s could not be recorded; it is tried again: %s",
                         outcome.lease.job_id,
+                        describe(single),
                         extra={"event": "postponed", "job_id": outcome.lease.job_id},
                     )
                     postponed.append(outcome)
@@ -269,9 +283,10 @@ class Store:
                 if not _is_about_a_row(error):
                     raise
                 refused += 1
-                _log.exception(
-                    "job %s could not be recovered",
+                _log.error(
+                    "job %s could not be recovered: %s",
                     job_id,
+                    describe(error),
                     extra={"event": "unrecoverable", "job_id": job_id},
                 )
         if refused and not rows:

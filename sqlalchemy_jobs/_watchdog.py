@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ._connections import autocommit, describe, own_engine
+from ._connections import autocommit, own_engine
 from ._messages import Renew, Renewed
+from ._store import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

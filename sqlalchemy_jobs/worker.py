@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from sqlalchemy import Engine
 
 from ._attempts import Attempt
-from ._connections import describe, own_engine
+from ._connections import own_engine
 from ._core import Core, Summary, lane_of, settings_of
 from ._lane import Lane
 from ._listen import listen_in_thread
@@ -52,6 +52,7 @@ from ._messages import (
     Wait,
 )
 from ._signals import stop_by_signal
+from ._store import describe
 from ._threads import Threads
 from ._wake import register
 from .errors import InvalidArgumentError, SchemaError
@@ -282,7 +283,7 @@ class Worker:
         try:
             job = attempt.begin()
             if attempt.task.is_async:
-                asyncio.run(self._run_coroutine(attempt))
+                error = asyncio.run(self._run_coroutine(attempt))
             else:
                 attempt.check_returned(attempt.task.handler(job))
         except BaseException as raised:  # noqa: BLE001 - SystemExit and its like are outcomes too
@@ -292,7 +293,7 @@ class Worker:
         self._inbox.put(finished)
 
     @staticmethod
-    async def _run_coroutine(attempt: Attempt) -> None:
+    async def _run_coroutine(attempt: Attempt) -> BaseException | None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -301,9 +302,13 @@ class Worker:
                 loop.call_soon_threadsafe(task.cancel)
 
         attempt.on_abort(cancel)
-        result = attempt.task.handler(attempt.job)
-        if result is not None:
-            await result
+        try:
+            result = attempt.task.handler(attempt.job)
+            if result is not None:
+                await result
+        except BaseException as raised:  # noqa: BLE001 - taken here, for its traceback's sake
+            return raised
+        return None
 
     def _abort(self, command: Abort) -> None:
         attempt = self._attempts.get(command.lease.key)

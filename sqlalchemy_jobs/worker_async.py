@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ._attempts import Attempt
-from ._connections import describe, own_engine
+from ._connections import own_engine
 from ._core import Core, Summary, lane_of, settings_of
 from ._lane_async import Lane
 from ._listen import listen_in_task
@@ -51,6 +51,7 @@ from ._messages import (
     Wait,
 )
 from ._signals import stop_by_signal
+from ._store import describe
 from ._threads import Threads
 from ._wake import register
 from ._watchdog import Watchdog
