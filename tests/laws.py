@@ -48,6 +48,8 @@ from sqlalchemy_jobs.lifecycle import Event as Life
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from sqlalchemy_jobs._machine import Timing
+
 SLACK = 1e-6
 """Seconds by which two ways of adding up the same times may differ."""
 
@@ -131,7 +133,7 @@ class Watched:
     def __init__(self, machine: Any, now: float) -> None:
         """Watch *machine*, which was made at *now*."""
         self.machine = machine
-        self.timing = machine.timing
+        self.timing: Timing = machine.timing
         self.facts = Facts()
         self.started: Counter[Key] = Counter()
         self.reached: Counter[str] = Counter()
@@ -160,7 +162,7 @@ class Watched:
             self._judge_quiet(commands[-1], now)
         return commands
 
-    # --- what the events mean ------------------------------------------------------------------
+    # --- what the events mean -------------------------------------------------------------------
 
     def _learn(self, event: Event, now: float) -> None:
         facts = self.facts
@@ -236,9 +238,7 @@ class Watched:
         elif not flight.command.full:
             facts.look_by, facts.look_full = now, True
         else:
-            longest = (
-                timing.safety_interval if facts.listening else 1.1 * timing.max_poll_interval
-            )
+            longest = timing.safety_interval if facts.listening else 1.1 * timing.max_poll_interval
             next_due = NEVER if event.next_due is None else max(event.next_due, SHORTEST_LOOK)
             shortest = min(timing.poll_interval, timing.safety_interval)
             facts.quiet_until = min(expected, now + min(shortest, next_due))
@@ -319,11 +319,9 @@ class Watched:
 
     def _every(self, chore: str) -> float:
         timing = self.timing
-        every = timing.recovery_interval if chore == "recover" else timing.prune_interval
-        assert isinstance(every, float)
-        return every
+        return timing.recovery_interval if chore == "recover" else timing.prune_interval
 
-    # --- what may and must be said -------------------------------------------------------------
+    # --- what may and must be said --------------------------------------------------------------
 
     def _judge(self, commands: list[Command], now: float) -> None:
         facts = self.facts
@@ -455,19 +453,19 @@ class Watched:
         ), "what it leaves behind is named"
         self.reached["stopped with abandoned" if stop.abandoned else "stopped clean"] += 1
 
-    # --- what must have been said by now, and be said in time ----------------------------------
+    # --- what must have been said by now, and be said in time -----------------------------------
 
     def _judge_quiet(self, wait: Command, now: float) -> None:
         assert isinstance(wait, Wait)
         assert math.isfinite(wait.until)
         assert now < wait.until <= now + LONGEST_WAIT + SLACK, "waits are finite and do not spin"
-        for duty, latest in self._duties(now):
+        for duty, latest in self._duties():
             assert now < latest + SLACK, f"{duty} is overdue by {now - latest} s"
             assert wait.until <= latest + SLACK, f"{duty} would be late by {wait.until - latest} s"
         again = self.machine.handle([Tick()], now)
         assert again == [wait], "a second Tick at the same time changes nothing"
 
-    def _duties(self, now: float) -> Iterable[tuple[str, float]]:
+    def _duties(self) -> Iterable[tuple[str, float]]:
         """What must be commanded at the latest when, as long as nothing happens."""
         facts, timing = self.facts, self.timing
         for attempt in facts.running.values():
@@ -479,10 +477,11 @@ class Watched:
         if facts.unrecorded and "Settle" not in facts.flights:
             ready = min(end.not_after for end in facts.unrecorded.values())
             yield "the settle", max(ready, self._failing_until("Settle"))
-        holding = (*facts.running.values(), *facts.unrecorded.values())
+        holding = [attempt.lease_until for attempt in facts.running.values()]
+        holding += [end.lease_until for end in facts.unrecorded.values()]
         if holding and "Renew" not in facts.flights:
-            oldest = min(hold.lease_until for hold in holding) - timing.visibility_timeout * 2 / 3
-            yield "the renewal", max(oldest, self._failing_until("Renew"))
+            a_third_over = min(holding) - timing.visibility_timeout * 2 / 3
+            yield "the renewal", max(a_third_over, self._failing_until("Renew"))
         if facts.stop_asked is not None:
             if facts.running and not all(a.told_to_stop for a in facts.running.values()):
                 yield "the word to stop", facts.stop_asked + timing.shutdown_timeout * DRAIN_SHARE

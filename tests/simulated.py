@@ -75,7 +75,7 @@ class Clock:
     now: float = 0.0
 
 
-# --- the database -----------------------------------------------------------------------------
+# --- the database ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -160,7 +160,7 @@ class Database:
         """The database's own time."""
         return self.clock.now + self.offset
 
-    # --- the table of moves, applied ---------------------------------------------------------
+    # --- the table of moves, applied ------------------------------------------------------------
 
     def allows(self, row: Row, life: Life, *, by: str = "", attempt: int = 0) -> bool:
         """Whether the table has this move and its guard holds."""
@@ -247,7 +247,7 @@ class Database:
                 row.run_at = self.now + delay
         return move.wakes
 
-    # --- what callers and operators do -------------------------------------------------------
+    # --- what callers and operators do ----------------------------------------------------------
 
     def enqueue(
         self,
@@ -287,7 +287,7 @@ class Database:
             self.notify()
         return possible
 
-    # --- what workers do -----------------------------------------------------------------------
+    # --- what workers do ------------------------------------------------------------------------
 
     def perform(self, command: DatabaseCommand, caller: Caller) -> Event:
         """Carry out *command* at once and completely, as one statement does."""
@@ -361,7 +361,7 @@ class Database:
         )
 
     def _settle(self, outcomes: Iterable[Outcome], caller: Caller) -> Settled:
-        refused, postponed, wakes = [], [], False
+        refused, postponed, recorded, wakes = [], [], [], False
         for outcome in outcomes:
             row = self.rows.get(outcome.lease.job_id)
             if row is None or not self.allows(
@@ -371,19 +371,18 @@ class Database:
             elif row.id in self.unwritable:
                 postponed.append(outcome)
             else:
+                recorded.append(outcome)
                 self.recorded.append(Recorded(outcome, serial_of(outcome.lease), row.claim))
                 wakes |= self.move(
                     row, outcome.event, delay=outcome.delay, error=outcome.error or ""
                 )
         if wakes:
             self.notify()
-        return Settled(tuple(refused), tuple(postponed))
+        return Settled(tuple(refused), tuple(postponed), tuple(recorded))
 
     def _renew(self, lease: Lease, caller: Caller) -> bool:
         row = self.rows.get(lease.job_id)
-        if row is None or not self.allows(
-            row, Life.RENEW, by=caller.worker, attempt=lease.attempt
-        ):
+        if row is None or not self.allows(row, Life.RENEW, by=caller.worker, attempt=lease.attempt):
             return False
         self.move(row, Life.RENEW, lease=caller.visibility_timeout)
         return True
@@ -403,7 +402,7 @@ class Database:
         return Swept(chore, more=done == self.batch, woke=woke)
 
 
-# --- a worker ---------------------------------------------------------------------------------
+# --- a worker ----------------------------------------------------------------------------------
 
 
 class Handles(Protocol):
@@ -457,7 +456,7 @@ class Worker:
         caller: Caller,
         *,
         offset: float,
-        ends: Callable[[Lease], float | None] = lambda lease: None,
+        ends: Callable[[Lease], float | None] = lambda _: None,
     ) -> None:
         """*ends* says how many seconds a handler runs; None: until the test ends it."""
         self.machine = machine
@@ -490,7 +489,7 @@ class Worker:
         """What really runs and is wanted."""
         return [handler.lease for handler in self.handlers if handler.has_slot]
 
-    # --- the machine's door -------------------------------------------------------------------
+    # --- the machine's door ---------------------------------------------------------------------
 
     def turn(self, count: int | None = None) -> list[Command]:
         """Hand the first *count* events of the inbox over, all by default, or a Tick."""
@@ -522,7 +521,7 @@ class Worker:
             case Stop():
                 self.stopped = command
 
-    # --- what the network and the database do -------------------------------------------------
+    # --- what the network and the database do ---------------------------------------------------
 
     def perform(self, statement: Statement) -> None:
         """Let the database carry *statement* out; the answer is on its way."""
@@ -543,7 +542,7 @@ class Worker:
         self.statements.remove(statement)
         self.inbox.append(event)
 
-    # --- what handlers do ---------------------------------------------------------------------
+    # --- what handlers do -----------------------------------------------------------------------
 
     def end(self, handler: Handler, outcome: Outcome) -> None:
         """Let *handler* end, in time or too late."""

@@ -102,8 +102,9 @@ class Rig:
 
     def flight(self, kind: type[T]) -> T:
         """The only command of *kind* that waits for its answer."""
-        (command,) = (command for command in self.flying if isinstance(command, kind))
-        return command
+        flying = only(self.flying, kind)
+        assert len(flying) == 1, f"one {kind.__name__} must be in flight, not {flying}"
+        return flying[0]
 
     def flies(self, kind: type[T]) -> bool:
         """Whether a command of *kind* waits for its answer."""
@@ -533,6 +534,15 @@ def test_a_job_put_back_during_a_claim_is_not_forgotten(make: MakeRig) -> None:
     rig.claimed()
     assert rig.until == put_back + 0.25
     assert only(rig.wait(), Claim) != []
+
+
+def test_a_job_put_back_is_looked_for_once(make: MakeRig) -> None:
+    """The claim that takes it when it is due needs no other after it."""
+    rig = make(recovery_interval=3000.0).busy_with(lease(1))
+    rig.tell(Finished(Outcome.raised(lease(1), "boom", delay=0.25)))
+    rig.settled()
+    assert only(rig.wait(), Claim) == [Claim(5, full=True)]
+    assert only(rig.claimed(lease(1, attempt=2)), Claim) == []
 
 
 def test_a_recorded_success_is_no_reason_to_look(make: MakeRig) -> None:
