@@ -80,6 +80,8 @@ class Heard:
         if connection is not None:
             connection.add_notify_handler(lambda notice: self._notified.append(notice.payload))
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+            # The mark of a worker that rests: one that looks anyway need not be notified.
+            connection.execute("SELECT pg_advisory_lock_shared(hashtextextended(%s, 1))", [channel])
 
     def wake(self) -> None:
         """Count a wake-up within this process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
+from pydantic import BaseModel
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
@@ -209,6 +211,34 @@ async def test_a_callable_payload_of_an_async_session(async_engine: AsyncEngine)
 
 
 # --- what is stored
+
+
+@dataclass
+class Welcome:
+    """A payload with a type."""
+
+    user_id: int
+    tags: tuple[str, ...] = ("new",)
+
+
+class Order(BaseModel):
+    """The same of pydantic."""
+
+    at: datetime
+
+
+def test_typed_payloads_are_dumped(sync_engine: Engine) -> None:
+    """Dataclasses and models are stored as their JSON, by themselves or within other data."""
+    moment = datetime(2030, 1, 1, tzinfo=UTC)
+    with JobSession(sync_engine) as session, session.begin():
+        session.enqueue("t", Welcome(7))
+        session.enqueue("t", {"all": [Welcome(8), Order(at=moment)]})
+        session.enqueue("t", lambda: Welcome(9))
+    assert rows(sync_engine.url, Job.payload) == [
+        {"user_id": 7, "tags": ["new"]},
+        {"all": [{"user_id": 8, "tags": ["new"]}, {"at": "2030-01-01T00:00:00Z"}]},
+        {"user_id": 9, "tags": ["new"]},
+    ]
 
 
 def test_left_out_options_stay_open(sync_engine: Engine) -> None:

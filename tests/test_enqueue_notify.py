@@ -146,7 +146,7 @@ def test_a_session_class_sets_its_own_default(database: Database) -> None:
 
 
 def test_where_no_session_sees_the_commit_the_notice_rides_in_the_insert(
-    database: Database,
+    database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a Connection, or in a session bound to one, after_commit falls back to commit."""
     with _opened(database) as engine, listening(engine) as heard:
@@ -159,6 +159,7 @@ def test_where_no_session_sees_the_commit_the_notice_rides_in_the_insert(
                 session.commit()  # would wait for a second connection in vain
             outer.rollback()
         assert heard.notified() == []
+        assert caplog.records == []
         assert rows(engine.url, Job.task) == ["bare"]
 
 
