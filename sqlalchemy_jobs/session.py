@@ -657,8 +657,7 @@ def _commits_elsewhere(given: Session | Connection) -> bool:
 
 
 def _autocommits(connection: Connection) -> bool:
-    if connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT":
-        return True
+    # What counts is the driver's connection: every way to ask for AUTOCOMMIT ends there.
     pooled = connection.connection
     if connection.dialect.name != "sqlite":
         raw: Any = pooled.dbapi_connection
