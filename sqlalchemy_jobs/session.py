@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
-from sqlalchemy import Connection, Engine, Table, TwoPhaseTransaction, event, insert
+from sqlalchemy import Connection, Engine, Table, TwoPhaseTransaction, event, insert, inspect
 from sqlalchemy.exc import DBAPIError, IntegrityError, StatementError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, scoped_session
@@ -548,7 +548,7 @@ class _Target:
         if isinstance(given, Session):
             # Session.connection() never flushes, in no version of SQLAlchemy.
             connection = given.connection(
-                bind_arguments={"mapper": self._job_class, "clause": _routed(self._table)}
+                bind_arguments={"mapper": inspect(self._job_class), "clause": _routed(self._table)}
             )
         else:
             connection = given
