@@ -88,7 +88,7 @@ class Heard:
         self.wakes += 1
 
     def notified(self) -> list[str] | None:
-        """Return the payloads of all notifications until now, sorted; None on SQLite.
+        """Return the payloads of all new notifications, sorted; None on SQLite, which has none.
 
         One of our own is sent and awaited: what was committed before arrives before it.
         """

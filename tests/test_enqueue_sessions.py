@@ -23,6 +23,7 @@ from sqlalchemy_jobs import (
     AsyncJobSession,
     AsyncJobSessionMixin,
     Job,
+    JobMixin,
     JobSession,
     JobSessionMixin,
     NewJob,
@@ -214,6 +215,18 @@ def test_a_routing_session_sends_jobs_where_updates_go(sync_engine: Engine) -> N
         ("t", "cancelled"),
         ("many", "cancelled"),
     ]
+
+
+def test_a_session_that_routes_by_class_finds_the_mapper(sync_engine: Engine) -> None:
+    """`get_bind` gets a Mapper, as from SQLAlchemy itself, whose class_ may be asked for."""
+
+    class Routing(JobSession):
+        def get_bind(self, mapper: Any = None, **_: Any) -> Any:
+            return sync_engine if mapper and issubclass(mapper.class_, JobMixin) else None
+
+    with Routing() as session, session.begin():
+        assert session.enqueue("t") is not None
+        assert enqueue(session, "t") is not None
 
 
 def rows_in(session: Session, engine: Engine) -> list[int]:
