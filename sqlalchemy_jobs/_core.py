@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from . import migrations
+from ._bell import Bell
 from ._channel import channel_of
 from ._connections import autocommit
 from ._joblog import COUNTED, JobLog
@@ -22,6 +23,7 @@ from ._machine import Machine, Timing
 from ._messages import (
     Abort,
     Broke,
+    Claim,
     Claimed,
     Command,
     DatabaseCommand,
@@ -30,11 +32,15 @@ from ._messages import (
     Reason,
     Renew,
     Renewed,
+    Rest,
+    Rested,
+    Rouse,
     Settled,
     Start,
     Stop,
     Sweep,
     Swept,
+    Wait,
 )
 from ._store import Store, describe
 from ._verdicts import timed_out
@@ -97,6 +103,7 @@ class Core:
         self.revision: str | None = None
         self.until_idle = False
         self.machine = self._new_machine()
+        self.bell = Bell()
         self._engine = engine
         self._broken: dict[str, int] = {}
 
@@ -105,6 +112,7 @@ class Core:
         self.until_idle = until_idle
         self.summary = Summary()
         self.machine = self._new_machine()
+        self.bell = Bell()
         self._said_ready = False
         self._broken.clear()
 
@@ -156,13 +164,19 @@ class Core:
 
     # --- the loop ------------------------------------------------------------------------------
 
-    def handle(self, events: Sequence[Event]) -> list[Command]:
-        """Log and count what *events* say and return the machine's commands."""
-        for event in events:
+    def handle(self, events: Sequence[Event | Rested]) -> list[Command | Rest | Rouse]:
+        """Log and count what *events* say and return what the shell is to do."""
+        now = time.monotonic()
+        passed, requests = self.bell.handle(events, now)
+        for event in passed:
             self._note(event)
-        commands = self.machine.handle(events, time.monotonic())
-        for command in commands:
+        commands: list[Command | Rest | Rouse] = [*self.machine.handle(passed, now)]
+        for place, command in enumerate(commands):
             match command:
+                case Claim():
+                    self.bell.claiming(command)
+                case Wait(until) if until > self.bell.at:
+                    commands[place] = Wait(self.bell.at)
                 case Start(lease):
                     self.log.started(lease)
                 case Abort(lease, reason):
@@ -172,7 +186,7 @@ class Core:
                     self.log.abandoned(abandoned)
                 case _:
                     pass
-        return commands
+        return [*requests, *commands]
 
     def _note(self, event: Event) -> None:
         match event:

@@ -5,6 +5,9 @@ itself: a nonce sent through the worker's ordinary connection must come back. Th
 dead network path, a server that hangs and a pooler in transaction mode, which accepts LISTEN and
 delivers nothing. What does not prove itself is replaced, with growing pauses, and the worker polls
 meanwhile.
+
+The same connection holds the mark of a resting worker (see ``sqltypes.told``), so the mark ends
+with it, whatever ends it.
 """
 
 from __future__ import annotations
@@ -13,10 +16,13 @@ import asyncio
 import logging
 import queue
 import random
+import select
+import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
 from sqlalchemy import create_engine
@@ -24,24 +30,27 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from ._connections import cut, direct_url, keep_alive, own_engine
-from ._messages import ListenerChanged, Notified
+from ._messages import ListenerChanged, Notified, Rested
 from ._store import describe
+from .sqltypes import MARK, SILENT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from sqlalchemy import Connection, Engine
 
     from ._core import Core
     from ._messages import Event
 
-    Post = Callable[[Event], object]
+    Post = Callable[[Event | Rested], object]
     Ask = Callable[[Callable[[Connection], Any], Callable[[Any], None]], object]
 
 PROVE_EVERY: Final = 24.0
 ANSWER_WITHIN: Final = 5.0
 """Seconds. Together they notice a silent connection within 30 s at less than three statements a
 minute."""
+
+_OF_CHANNEL: Final = "FROM (SELECT CAST(%s AS text) AS channel) AS bell"
 
 LONGEST_PAUSE: Final = 30.0
 LONGEST_SILENT_PAUSE: Final = 300.0
@@ -62,6 +71,7 @@ class _Listening:
         self.channel = core.channel
         self.own_channel = f"jobs.probe.{uuid4().hex}"
         self.nonce = ""
+        self.marked = False  # the mark of a resting worker is held
         self._failures = 0
         self._was_up: bool | None = None
         self._warned = False
@@ -78,10 +88,9 @@ class _Listening:
             return f"not supported with {engine.dialect.driver}; it polls"
         return None
 
-    def statements(self, engine: Engine) -> list[str]:
+    def statements(self) -> list[str]:
         """Return the LISTEN statements."""
-        quote = engine.dialect.identifier_preparer.quote_identifier
-        return [f"LISTEN {quote(name)}" for name in (self.channel, self.own_channel)]
+        return [sql_listen(channel) for channel in (self.channel, self.own_channel)]
 
     def heard(self, channel: str, payload: str) -> bool:
         """Take a notification; True if it is the nonce that was sent."""
@@ -96,6 +105,27 @@ class _Listening:
         """Return what sends the next nonce."""
         self.nonce = nonce = uuid4().hex
         return lambda connection: self.core.store.notify(connection, self.own_channel, nonce)
+
+    def rest_statement(self) -> str:
+        """Return what takes the mark, if it is not held, and asks whether all is quiet.
+
+        It answers none: the mark could not be had in this instant; else whether no enqueuer is
+        left that saw no mark and has not committed yet.
+        """
+        quiet = f"CASE WHEN pg_try_advisory_lock({SILENT}) THEN pg_advisory_unlock({SILENT}) END"
+        quiet = f"coalesce({quiet}, false)"
+        if not self.marked:
+            quiet = f"CASE WHEN pg_try_advisory_lock_shared({MARK}) THEN {quiet} END"
+        return f"SELECT {quiet} {_OF_CHANNEL}"
+
+    def rested(self, quiet: object) -> None:
+        """Report the answer."""
+        self.marked = self.marked or quiet is not None
+        self.post(Rested(quiet=quiet is True))
+
+    def rouse_statement(self) -> str:
+        """Return what gives up the mark."""
+        return f"SELECT pg_advisory_unlock_shared({MARK}) {_OF_CHANNEL}"
 
     def up(self) -> None:
         """Report that notifications arrive."""
@@ -136,25 +166,46 @@ class _Listening:
         return pause * (0.5 + random.random() / 2)  # noqa: S311 - no secret depends on it
 
 
+class Listener(Protocol):
+    """What a worker has of its listener. None of it waits."""
+
+    def rest(self) -> None:
+        """Take the mark of a resting worker; the answer is a :class:`Rested`."""
+
+    def rouse(self) -> None:
+        """Give up the mark."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+class _NoListener:
+    """There are no notifications, so nobody rests."""
+
+    def rest(self) -> None:
+        pass
+
+    rouse = stop = rest
+
+
 # --- sync: psycopg in a thread ----------------------------------------------------------------
 
 
-def listen_in_thread(engine: Engine, core: Core, post: Post, ask: Ask) -> Callable[[], None]:
-    """Listen in a thread until the function that is returned is called.
-
-    *ask* does a piece of work with the worker's ordinary connection.
-    """
+def listen_in_thread(engine: Engine, core: Core, post: Post, ask: Ask) -> Listener:
+    """Listen in a thread. *ask* does a piece of work with the worker's ordinary connection."""
     listening = _Listening(core, post)
     why = listening.unavailable(engine)
     if why is not None:
         post(ListenerChanged(up=False, reason=why))
-        return lambda: None
-    listener = _Listener(engine, listening, ask)
+        return _NoListener()
+    listener = _ThreadListener(engine, listening, ask)
     threading.Thread(target=listener.run, name="jobs-listen", daemon=True).start()
-    return listener.stop
+    return listener
 
 
-class _Listener:
+class _ThreadListener:
+    """One thread reads, and does what is asked of the connection in between."""
+
     def __init__(self, engine: Engine, listening: _Listening, ask: Ask) -> None:
         url = direct_url(engine, listening.core.settings.direct_url)
         self._engine = own_engine(engine) if url is None else create_engine(url, poolclass=NullPool)
@@ -162,10 +213,24 @@ class _Listener:
         self._ask = ask
         self._stopped = threading.Event()
         self._driver: Any = None
+        self._requests: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
+        self._wake_in, self._wake_out = socket.socketpair()
+
+    def rest(self) -> None:
+        self._request(self._rest)
+
+    def rouse(self) -> None:
+        self._request(self._rouse)
 
     def stop(self) -> None:
         self._stopped.set()
+        self._request(lambda _: None)
         cut(self._driver)
+
+    def _request(self, work: Callable[[Any], None]) -> None:
+        self._requests.put(work)
+        with suppress(OSError):
+            self._wake_in.send(b"x")
 
     def run(self) -> None:
         while not self._stopped.is_set():
@@ -182,13 +247,18 @@ class _Listener:
             finally:
                 with suppress(Exception):
                     self._engine.dispose()
+        self._wake_in.close()
+        self._wake_out.close()
 
     def _listen(self, connection: Connection) -> None:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        for statement in self._listening.statements(self._engine):
+        for statement in self._listening.statements():
             connection.exec_driver_sql(statement)
         self._driver = driver = connection.connection.driver_connection
         keep_alive(driver)
+        self._listening.marked = False
+        while not self._requests.empty():  # asked of the connection before
+            self._requests.get()
         self._prove(driver)
         self._listening.up()
         while not self._stopped.is_set():
@@ -196,13 +266,33 @@ class _Listener:
             self._prove(driver)
 
     def _read(self, driver: Any, seconds: float) -> bool:
-        """Take notifications for so long, or until the nonce comes back."""
-        for notice in driver.notifies(timeout=seconds):
-            if self._listening.heard(notice.channel, notice.payload):
+        """Take notifications, and do what is asked, for so long or until the nonce comes back."""
+        until = time.monotonic() + seconds
+        while not self._stopped.is_set():
+            while not self._requests.empty():
+                self._requests.get()(driver)
+            # Also what came while a request was done: it waits in the driver, not in the socket.
+            notices = list(driver.notifies(timeout=0))
+            if sum(self._listening.heard(n.channel, n.payload) for n in notices):
                 return True
-            if self._stopped.is_set():
+            left = until - time.monotonic()
+            if left <= 0:
                 break
+            if self._requests.empty():
+                ready, _, _ = select.select([driver.fileno(), self._wake_out], [], [], left)
+                if self._wake_out in ready:
+                    self._wake_out.recv(4096)
         return False
+
+    def _rest(self, driver: Any) -> None:
+        statement = self._listening.rest_statement()
+        (quiet,) = driver.execute(statement, [self._listening.channel]).fetchone()
+        self._listening.rested(quiet)
+
+    def _rouse(self, driver: Any) -> None:
+        if self._listening.marked:
+            self._listening.marked = False
+            driver.execute(self._listening.rouse_statement(), [self._listening.channel])
 
     def _prove(self, driver: Any) -> None:
         sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -213,30 +303,26 @@ class _Listener:
             return  # the other connection is in trouble; this one is not to blame
         if isinstance(answer, BaseException) or self._stopped.is_set():
             return
-        until = time.monotonic() + ANSWER_WITHIN
-        while (left := until - time.monotonic()) > 0:
-            if self._read(driver, left):
-                return
-        if not self._stopped.is_set():
+        if not self._read(driver, ANSWER_WITHIN) and not self._stopped.is_set():
             raise _SilentError
 
 
 # --- async: asyncpg and psycopg ---------------------------------------------------------------
 
 
-def listen_in_task(engine: AsyncEngine, core: Core, post: Post, ask: Ask) -> Callable[[], None]:
-    """Listen in a task of the running loop until the function that is returned is called."""
+def listen_in_task(engine: AsyncEngine, core: Core, post: Post, ask: Ask) -> Listener:
+    """Listen in a task of the running loop. *ask* works with the worker's ordinary connection."""
     listening = _Listening(core, post)
     why = listening.unavailable(engine.sync_engine)
     if why is not None:
         post(ListenerChanged(up=False, reason=why))
-        return lambda: None
-    listener = _AsyncListener(engine, listening, ask)
-    task = asyncio.get_running_loop().create_task(listener.run(), name="jobs-listen")
-    return lambda: listener.stop(task)
+        return _NoListener()
+    return _TaskListener(engine, listening, ask)
 
 
-class _AsyncListener:
+class _TaskListener:
+    """A task watches the connection; what is asked of it is done one by one by another."""
+
     def __init__(self, engine: AsyncEngine, listening: _Listening, ask: Ask) -> None:
         url = direct_url(engine.sync_engine, listening.core.settings.direct_url)
         self._engine = (
@@ -246,64 +332,48 @@ class _AsyncListener:
         )
         self._listening = listening
         self._ask = ask
-        self._driver: Any = None
         self._changed = asyncio.Event()
         self._returned = False
         self._lost: BaseException | None = None
+        self._requests: asyncio.Queue[Callable[[_Driver], Awaitable[None]]] = asyncio.Queue()
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="jobs-listen")
 
-    def stop(self, task: asyncio.Task[None]) -> None:
-        task.cancel()
+    def rest(self) -> None:
+        self._requests.put_nowait(self._rest)
 
-    async def run(self) -> None:
+    def rouse(self) -> None:
+        self._requests.put_nowait(self._rouse)
+
+    def stop(self) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
         while True:
-            reader: asyncio.Task[None] | None = None
-            driver: Any = None
+            servant: asyncio.Task[None] | None = None
+            driver: _Driver | None = None
             self._lost, self._returned = None, False
             try:
                 connection = await self._engine.connect()
                 try:
                     raw = await connection.get_raw_connection()
-                    self._driver = driver = raw.driver_connection
-                    reader = await self._subscribe(driver)
+                    found = raw.driver_connection
+                    keep_alive(found)
+                    driver = _driver(found)(found, self._hear, self._end)
+                    await driver.listen(self._listening)
+                    self._listening.marked = False
+                    self._requests = asyncio.Queue()  # nothing that was asked of another one
+                    servant = asyncio.create_task(self._serve(driver), name="jobs-listen-requests")
                     await self._watch()
                 finally:
-                    self._driver = None
-                    if reader is not None:
-                        reader.cancel()
-                    cut(driver)  # a polite end would wait for a peer that may be gone
+                    if servant is not None:
+                        servant.cancel()
+                    if driver is not None:
+                        driver.close()
                     with suppress(Exception):
                         await connection.invalidate()
                         await connection.close()
             except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
                 await asyncio.sleep(self._listening.down(error))
-
-    async def _subscribe(self, driver: Any) -> asyncio.Task[None] | None:
-        """LISTEN, and have notifications and the connection's end reported. Per driver."""
-        keep_alive(driver)
-        listening = self._listening
-        if hasattr(driver, "add_termination_listener"):  # asyncpg
-            driver.add_termination_listener(self._closed)
-            for channel in (listening.channel, listening.own_channel):
-                await driver.add_listener(channel, self._notified)
-            return None
-        await driver.set_autocommit(True)
-        for statement in listening.statements(self._engine.sync_engine):
-            await driver.execute(statement)
-        return asyncio.get_running_loop().create_task(self._read(driver), name="jobs-notifies")
-
-    def _closed(self, connection: object) -> None:  # noqa: ARG002 - the driver's signature
-        self._end(ConnectionError("it was closed"))
-
-    def _notified(self, connection: object, pid: int, channel: str, payload: str) -> None:  # noqa: ARG002 - the driver's signature
-        self._hear(channel, payload)
-
-    async def _read(self, driver: Any) -> None:
-        try:
-            async for notice in driver.notifies():
-                self._hear(notice.channel, notice.payload)
-            self._end(ConnectionError("it was closed"))
-        except Exception as error:  # noqa: BLE001 - reported to the watcher
-            self._end(error)
 
     def _hear(self, channel: str, payload: str) -> None:
         if self._listening.heard(channel, payload):
@@ -313,6 +383,23 @@ class _AsyncListener:
     def _end(self, error: BaseException) -> None:
         self._lost = error
         self._changed.set()
+
+    async def _serve(self, driver: _Driver) -> None:
+        try:
+            while True:
+                work = await self._requests.get()
+                await work(driver)
+        except Exception as error:  # noqa: BLE001 - the connection is replaced
+            self._end(error)
+
+    async def _rest(self, driver: _Driver) -> None:
+        statement = self._listening.rest_statement()
+        self._listening.rested(await driver.ask(statement, self._listening.channel))
+
+    async def _rouse(self, driver: _Driver) -> None:
+        if self._listening.marked:
+            self._listening.marked = False
+            await driver.ask(self._listening.rouse_statement(), self._listening.channel)
 
     async def _watch(self) -> None:
         await self._prove()
@@ -349,3 +436,86 @@ class _AsyncListener:
             if left <= 0:
                 raise _SilentError
             await self._wait(left)
+
+
+class _Driver(ABC):
+    """The few things that the two async drivers do differently."""
+
+    def __init__(
+        self, raw: Any, hear: Callable[[str, str], None], end: Callable[[BaseException], None]
+    ) -> None:
+        self.raw = raw
+        self.reader: asyncio.Task[None] | None = None
+        self._hear = hear
+        self._end = end
+
+    @abstractmethod
+    async def listen(self, listening: _Listening) -> None:
+        """Subscribe, and report notifications and the connection's end."""
+
+    @abstractmethod
+    async def ask(self, statement: str, parameter: str) -> Any:
+        """Return the single value that *statement* gives."""
+
+    def close(self) -> None:
+        """End the connection at once; a polite end would wait for a peer that may be gone."""
+        if self.reader is not None:
+            self.reader.cancel()
+        cut(self.raw)
+
+
+class _Asyncpg(_Driver):
+    async def listen(self, listening: _Listening) -> None:
+        self.raw.add_termination_listener(self._closed)
+        for channel in (listening.channel, listening.own_channel):
+            await self.raw.add_listener(channel, self._notified)
+
+    async def ask(self, statement: str, parameter: str) -> Any:
+        statement = statement.replace("%s", "$1")
+        return await self.raw.fetchval(statement, parameter, timeout=ANSWER_WITHIN)
+
+    def _closed(self, connection: object) -> None:  # noqa: ARG002 - the driver's signature
+        self._end(ConnectionError("it was closed"))
+
+    def _notified(self, connection: object, pid: int, channel: str, payload: str) -> None:  # noqa: ARG002 - the driver's signature
+        self._hear(channel, payload)
+
+
+class _Psycopg(_Driver):
+    async def listen(self, listening: _Listening) -> None:
+        await self.raw.set_autocommit(True)
+        for statement in listening.statements():
+            await self.raw.execute(statement)
+        self._resume()
+
+    async def ask(self, statement: str, parameter: str) -> Any:
+        # Reading holds the connection; what arrives meanwhile is kept by the driver.
+        if self.reader is not None:
+            self.reader.cancel()
+            await asyncio.wait({self.reader})
+        async with asyncio.timeout(ANSWER_WITHIN):
+            cursor = await self.raw.execute(statement, [parameter])
+            (value,) = await cursor.fetchone()
+        self._resume()
+        return value
+
+    def _resume(self) -> None:
+        self.reader = asyncio.get_running_loop().create_task(self._read(), name="jobs-notifies")
+
+    async def _read(self) -> None:
+        try:
+            async for notice in self.raw.notifies():
+                self._hear(notice.channel, notice.payload)
+            self._end(ConnectionError("it was closed"))
+        except Exception as error:  # noqa: BLE001 - reported to the watcher
+            self._end(error)
+
+
+def _driver(raw: Any) -> type[_Asyncpg | _Psycopg]:
+    return _Asyncpg if hasattr(raw, "add_termination_listener") else _Psycopg
+
+
+def sql_listen(channel: str) -> str:
+    """Return the statement that subscribes to *channel*, whatever is in its name."""
+    quoted = channel.replace('"', '""')
+    return f'LISTEN "{quoted}"'

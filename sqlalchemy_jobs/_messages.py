@@ -159,6 +159,16 @@ class Stop:
     abandoned: tuple[Lease, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Have the listener take the mark of a worker that wants to be notified. See ``_bell``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rouse:
+    """Have the listener give up that mark."""
+
+
 Command: TypeAlias = DatabaseCommand | Start | Abort | Interrupt | Wait | Stop
 
 # --- events -----------------------------------------------------------------------------------
@@ -247,6 +257,17 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class StopRequested:
     """Take no more jobs, let the running ones end, then stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """The answer to :class:`Rest`.
+
+    *quiet*: whoever enqueues from now on notifies, and nobody is left who looked for the mark
+    before it was there and has not committed yet.
+    """
+
+    quiet: bool
 
 
 Event: TypeAlias = (

@@ -190,6 +190,9 @@ class SqliteStatements(Statements):
     def notify(self, channel: str, payload: str) -> None:
         del channel, payload
 
+    def tell(self, channel: str, task: str) -> None:
+        del channel, task
+
     def enqueue(self, row: Mapping[str, Any], channel: str | None) -> Call:
         del channel
         return super().enqueue(row, None)

@@ -248,7 +248,7 @@ def requeue(
     tasks = sorted({row[1] for row in rows})
     if channel is not None:
         for task in tasks:
-            call = statements.notify(channel, task)
+            call = statements.tell(channel, task)
             if call is not None:
                 connection.execute(*call).all()
     if tasks:
@@ -625,7 +625,7 @@ def _tell(after: _After) -> None:
     for channel in after.channels:
         wake_workers(channel)
     for engine, table, channel, task in sorted(after.notices, key=lambda notice: notice[2:]):
-        call = statements_for(table, engine.dialect).notify(channel, task)
+        call = statements_for(table, engine.dialect).tell(channel, task)
         if call is None:
             continue
         try:

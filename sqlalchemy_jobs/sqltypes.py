@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from datetime import UTC as _UTC
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import JSON, BigInteger, DateTime, Float, TypeDecorator
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import NullType
 
 from .lifecycle import KEPT_ERRORS
 
@@ -205,4 +206,35 @@ def _(element: at_microseconds, compiler: SQLCompiler, **kw: Any) -> str:
     return (
         "coalesce(CAST('epoch' AS timestamptz)"
         f" + {at} * CAST('1 microsecond' AS interval), '-infinity')"
+    )
+
+
+MARK: Final = "hashtextextended(channel, 1)"
+"""The key of the advisory lock that resting workers hold; *channel* is a column or a parameter."""
+
+SILENT: Final = "hashtextextended(channel, 2)"
+"""The key of the lock that enqueuers hold who found no mark, until their transaction ends."""
+
+
+class told(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
+    """Notify (channel, payload) if a worker rests; see ``_bell`` for why none can be missed.
+
+    Looked for twice: the second time under the lock that a worker, once it has taken the mark,
+    waits for. The first spares that lock where somebody rests anyway. To hold the mark's own lock
+    for an instant is how to look for it, so two who look at once may notify for nothing.
+    """
+
+    type = NullType()
+    inherit_cache = True
+
+
+@compiles(told, "postgresql")
+def _(element: told, compiler: SQLCompiler, **kw: Any) -> str:
+    channel, payload = (compiler.process(clause, **kw) for clause in element.clauses)
+    mark, silent = (key.replace("channel", channel) for key in (MARK, SILENT))
+    tell = f"pg_notify({channel}, {payload})"
+    nobody = f"CASE WHEN pg_try_advisory_lock({mark}) THEN pg_advisory_unlock({mark}) END"
+    return (
+        f"CASE WHEN {nobody} THEN CASE WHEN pg_try_advisory_xact_lock_shared({silent}) THEN"
+        f" CASE WHEN {nobody} THEN NULL ELSE {tell} END ELSE {tell} END ELSE {tell} END"
     )

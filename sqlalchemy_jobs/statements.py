@@ -60,6 +60,7 @@ from .sqltypes import (
     errors_appended,
     microseconds,
     seconds_since,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -198,6 +199,9 @@ class Statements:
         self.recover_statement = self._recover()
         self.prune_statement = self._prune()
         self.cancel_statement = self._cancel()
+        payload = bindparam("payload", type_=Text)
+        self.notify_statement: Executable = select(func.pg_notify(_CHANNEL, payload))
+        self.tell_statement: Executable = select(told(_CHANNEL, payload))
         self.requeue_statement = self._requeue()
         self.settle_statement = lru_cache(maxsize=None)(self._settle)
         self.enqueue_statement = lru_cache(maxsize=256)(self._enqueue)
@@ -419,9 +423,9 @@ class Statements:
         returned: list[Any] = [self.table.c.id, self.table.c.attempts]
         waking = [event for event in order if MOVES[event].wakes]
         if waking:
-            told = func.pg_notify(_CHANNEL, self.table.c.task)
+            notice = told(_CHANNEL, self.table.c.task)
             # Read from the row as it is now: only a move back to pending wakes anybody.
-            returned.append(case((literal_status({Status.PENDING}), told)))
+            returned.append(case((literal_status({Status.PENDING}), notice)))
         statement = update(self.table).where(self._held()).values(whichever(self.table, branches))
         return statement.returning(*returned)  # pyright: ignore[reportUnknownVariableType]
 
@@ -467,14 +471,14 @@ class Statements:
             .with_for_update(skip_locked=True, of=row)
             .scalar_subquery()
         )
-        told = func.pg_notify(_CHANNEL, self.table.c.task)
+        notice = told(_CHANNEL, self.table.c.task)
         return (
             update(self.table)
             .where(self.table.c.id == func.any(func.array(batch)))
             .values(self._recovered())
             .returning(
                 *self._report(),
-                case((literal_status({Status.PENDING}), told)),
+                case((literal_status({Status.PENDING}), notice)),
             )
         )
 
@@ -522,11 +526,12 @@ class Statements:
     # --- the caller's side ---------------------------------------------------------------------
 
     def notify(self, channel: str, payload: str) -> Call | None:
-        """Send a notification; None where there are none."""
-        return select(func.pg_notify(_CHANNEL, bindparam("told", type_=Text))), {
-            "channel": channel,
-            "told": payload,
-        }
+        """Send a notification, whoever listens; None where there are none."""
+        return self.notify_statement, {"channel": channel, "payload": payload}
+
+    def tell(self, channel: str, task: str) -> Call | None:
+        """Notify resting workers of a task; None where there are no notifications."""
+        return self.tell_statement, {"channel": channel, "payload": task}
 
     def enqueue(self, row: Mapping[str, Any], channel: str | None) -> Call:
         """Insert one job. Returns its id, or no row if its key is taken. No channel: no notice."""
@@ -607,8 +612,8 @@ class Statements:
                 index_elements=["idempotency_key"], index_where=text(KEY_TAKEN)
             )
         if notify:
-            told = func.pg_notify(_CHANNEL, self.table.c.task)
-            return statement.returning(self.table.c.id, told)
+            notice = told(_CHANNEL, self.table.c.task)
+            return statement.returning(self.table.c.id, notice)
         return statement.returning(self.table.c.id)
 
     def _enqueue_many(self, columns: frozenset[str], *, notify: bool) -> Executable:
@@ -643,8 +648,8 @@ class Statements:
             return statement.returning(row.id, row.idempotency_key)
         done = statement.returning(row.id, row.idempotency_key, row.task).cte("done")
         tasks = select(done.c.task).distinct().subquery("tasks")
-        told = select(func.count(func.pg_notify(_CHANNEL, tasks.c.task))).scalar_subquery()
-        return select(done.c.id, done.c.idempotency_key, told)
+        notices = select(func.count(told(_CHANNEL, tasks.c.task))).scalar_subquery()
+        return select(done.c.id, done.c.idempotency_key, notices)
 
 
 _IDS: Final = bindparam("ids", type_=ARRAY(BigInteger))

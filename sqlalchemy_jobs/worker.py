@@ -44,6 +44,9 @@ from ._messages import (
     Lease,
     Notified,
     Renew,
+    Rest,
+    Rested,
+    Rouse,
     Settle,
     Start,
     Stop,
@@ -95,7 +98,7 @@ class Worker:
         self._engine = engine
         self._tasks = tasks
         self._core = Core(engine, table_of(job_class), tasks, settings_of(dict(options)))
-        self._inbox: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | Rested | BaseException] = queue.SimpleQueue()
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._lanes: dict[str, Lane] = {}
         self._thread: threading.Thread | None = None
@@ -166,11 +169,9 @@ class Worker:
             self._lanes = {name: self._new_lane(name) for name in ("claims", "leases")}
             self._check_schema()
             wake = partial(self._inbox.put, Notified())
-            undo += [
-                register(core.channel, wake),
-                self._tasks.watch(wake),
-                listen_in_thread(self._engine, core, self._inbox.put, self._ask),
-            ]
+            undo += [register(core.channel, wake), self._tasks.watch(wake)]
+            self._listener = listen_in_thread(self._engine, core, self._inbox.put, self._ask)
+            undo.append(self._listener.stop)
             yield
         finally:
             for undo_one in undo:
@@ -202,7 +203,7 @@ class Worker:
             self._failure = error
 
     def _loop(self) -> None:
-        events: list[Event] = []
+        events: list[Event | Rested] = []
         while True:
             until = time.monotonic()
             for command in self._core.handle(events):
@@ -215,9 +216,9 @@ class Worker:
                         self._carry_out(command)
             events = self._next_events(until)
 
-    def _next_events(self, until: float) -> list[Event]:
+    def _next_events(self, until: float) -> list[Event | Rested]:
         """Wait for an event, and take along all that are there: they are decided together."""
-        events: list[Event] = []
+        events: list[Event | Rested] = []
         try:
             event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             while True:
@@ -228,7 +229,7 @@ class Worker:
         except queue.Empty:
             return events
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command | Rest | Rouse) -> None:
         match command:
             case Start(lease):
                 self._start(lease)
@@ -238,6 +239,10 @@ class Worker:
                 self._interrupt(hanging)
             case Claim() | Settle() | Renew() | Sweep():
                 self._submit(command)
+            case Rest():
+                self._listener.rest()
+            case Rouse():
+                self._listener.rouse()
             case _:
                 pass
 

@@ -43,6 +43,9 @@ from ._messages import (
     Lease,
     Notified,
     Renew,
+    Rest,
+    Rested,
+    Rouse,
     Settle,
     Start,
     Stop,
@@ -96,7 +99,7 @@ class AsyncWorker:
         self._tasks = tasks
         table = table_of(job_class)
         self._core = Core(engine.sync_engine, table, tasks, settings_of(dict(options)))
-        self._events: list[Event] = []
+        self._events: list[Event | Rested] = []
         self._waiter: asyncio.Future[None] | None = None
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._lanes: dict[str, Lane] = {}
@@ -179,10 +182,11 @@ class AsyncWorker:
             self._lanes = {name: self._new_lane(name) for name in ("claims", "leases")}
             await self._check_schema()
             wake = partial(self._post_from_anywhere, Notified())
+            self._listener = listen_in_task(self._engine, core, self._post, self._ask)
             undo += [
                 register(core.channel, wake),
                 self._tasks.watch(wake),
-                listen_in_task(self._engine, core, self._post, self._ask),
+                self._listener.stop,
                 Watchdog(self._engine, core, self._post_from_anywhere, self._culprit).stop,
             ]
             yield
@@ -218,7 +222,7 @@ class AsyncWorker:
             self._failure = error
 
     async def _loop(self) -> None:
-        events: list[Event] = []
+        events: list[Event | Rested] = []
         try:
             while True:
                 until = time.monotonic()
@@ -234,7 +238,7 @@ class AsyncWorker:
         finally:
             self._leave_stuck_tasks()
 
-    async def _next_events(self, until: float) -> list[Event]:
+    async def _next_events(self, until: float) -> list[Event | Rested]:
         """Wait for an event, and take along all that are there: they are decided together."""
         if not self._events:
             self._waiter = self._event_loop.create_future()
@@ -248,7 +252,7 @@ class AsyncWorker:
         events, self._events = self._events, []
         return events
 
-    def _post(self, event: Event) -> None:
+    def _post(self, event: Event | Rested) -> None:
         self._events.append(event)
         self._ring()
 
@@ -256,14 +260,14 @@ class AsyncWorker:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _post_from_anywhere(self, event: Event) -> None:
+    def _post_from_anywhere(self, event: Event | Rested) -> None:
         if self._running:
             # Also from the loop's own thread: a signal's handler interrupts the loop's sleep
             # there, and only this ends it.
             with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 self._event_loop.call_soon_threadsafe(self._post, event)
 
-    def _carry_out(self, command: Command) -> None:
+    def _carry_out(self, command: Command | Rest | Rouse) -> None:
         match command:
             case Start(lease):
                 self._start(lease)
@@ -273,6 +277,10 @@ class AsyncWorker:
                 self._interrupt(hanging)
             case Claim() | Settle() | Renew() | Sweep():
                 self._submit(command)
+            case Rest():
+                self._listener.rest()
+            case Rouse():
+                self._listener.rouse()
             case _:
                 pass
 

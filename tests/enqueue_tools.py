@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -23,25 +24,25 @@ if TYPE_CHECKING:
 _END = "end of the test"
 
 
-@contextmanager
-def plain_engine(url: str | URL) -> Generator[Engine]:
-    """Open a sync engine without a pool on the database of *url*, whatever driver that names."""
-    url = make_url(url)
+@lru_cache(maxsize=16)
+def _plain(url: URL) -> Engine:
+    # Without a pool there is nothing to dispose of.
     sqlite = url.get_backend_name() == "sqlite"
-    engine = create_engine(
+    return create_engine(
         url.set(drivername="sqlite" if sqlite else "postgresql+psycopg"),
         poolclass=NullPool,
         execution_options={"schema_translate_map": {"jobs": None}} if sqlite else {},
     )
-    try:
-        yield engine
-    finally:
-        engine.dispose()
+
+
+def plain_engine(url: str | URL) -> Engine:
+    """Return a sync engine without a pool on the database of *url*, whatever driver that names."""
+    return _plain(make_url(url))
 
 
 def rows(url: str | URL, *columns: Any) -> list[Any]:
     """Return what other connections see of the jobs, by id: whole rows, or the columns given."""
-    with plain_engine(url) as engine, engine.connect() as connection:
+    with plain_engine(url).connect() as connection:
         chosen = columns or tuple(Job.__table__.c)
         found = connection.execute(select(*chosen).order_by(Job.id)).all()
     return [row[0] for row in found] if len(columns) == 1 else list(found)
@@ -49,8 +50,8 @@ def rows(url: str | URL, *columns: Any) -> list[Any]:
 
 def change(url: str | URL, statement: str, **parameters: Any) -> None:
     """Change rows behind the queue's back; ``{jobs}`` in *statement* is the table."""
-    with plain_engine(url) as engine, engine.begin() as connection:
-        table = "jobs" if engine.dialect.name == "sqlite" else "jobs.jobs"
+    with plain_engine(url).begin() as connection:
+        table = "jobs" if connection.dialect.name == "sqlite" else "jobs.jobs"
         connection.execute(text(statement.format(jobs=table)), parameters)
 
 

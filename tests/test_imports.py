@@ -26,7 +26,7 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     ("__init__",),
     ("worker", "worker_async"),
     ("_watchdog", "_listen", "_lane", "_lane_async"),
-    ("_core", "_attempts", "_joblog", "_signals", "_threads"),
+    ("_core", "_bell", "_attempts", "_joblog", "_signals", "_threads"),
     ("_connections",),
     ("session", "_wake", "_verdicts"),
     ("_store",),
