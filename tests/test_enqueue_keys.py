@@ -182,7 +182,7 @@ def test_bulks_with_opposite_orders_of_keys_do_not_deadlock(database: Database) 
         def work(number: int) -> int:
             mine = keys if number % 2 else keys[::-1]
             stored = 0
-            for turn in range(40):
+            for turn in range(25):
                 with JobSession(engine) as session:
                     ids = session.enqueue_many([NewJob("t", idempotency_key=key) for key in mine])
                     stored += len([job_id for job_id in ids if job_id is not None])

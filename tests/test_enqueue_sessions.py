@@ -36,7 +36,7 @@ from sqlalchemy_jobs import (
 )
 from sqlalchemy_jobs._store import statements_for
 from tests.engines import open_engine
-from tests.enqueue_tools import plain_engine, rows
+from tests.enqueue_tools import rows
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -200,7 +200,7 @@ def test_a_test_suite_may_join_sessions_into_its_own_transaction(sync_engine: En
 
 def test_a_routing_session_sends_jobs_where_updates_go(sync_engine: Engine) -> None:
     """The statement that `get_bind` sees is an UpdateBase, so writers are found by it."""
-    with open_engine(sync_engine.url) as writer, plain_engine("sqlite://") as replica:
+    with open_engine(sync_engine.url) as writer, open_engine("sqlite://") as replica:
 
         class Routing(JobSession):
             def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Any:  # noqa: ARG002
@@ -238,7 +238,7 @@ def rows_in(session: Session, engine: Engine) -> list[int]:
 
 def test_binds_choose_the_database_of_jobs(sync_engine: Engine, tmp_path: Any) -> None:
     """With several engines, the one that is bound to the class or the table of jobs is used."""
-    with plain_engine(f"sqlite:///{tmp_path}/other.sqlite") as other:
+    with open_engine(f"sqlite:///{tmp_path}/other.sqlite") as other:
         either: list[Any] = [{Job: sync_engine}, {Job.__table__: sync_engine}]
         for binds in either:
             with JobSession(other, binds=binds) as session, session.begin():

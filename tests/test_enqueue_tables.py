@@ -94,8 +94,7 @@ def test_jobs_of_an_own_class_go_to_its_table(sync_engine: Engine) -> None:
 
 async def test_an_own_class_of_an_async_session(async_engine: AsyncEngine) -> None:
     """The sync session's `job_class` counts for the async one."""
-    with plain_engine(async_engine.url) as engine:
-        _make_work(engine)
+    _make_work(plain_engine(async_engine.url))
     async with AsyncWorkSession(async_engine) as session, session.begin():
         await session.enqueue("t")
         await session.enqueue_many([NewJob("many")])
@@ -175,8 +174,7 @@ def test_a_missing_table_names_the_command(empty: Engine) -> None:
 
 async def test_a_missing_table_on_async_drivers(async_engine: AsyncEngine) -> None:
     """The same error on asyncpg, psycopg and aiosqlite."""
-    with plain_engine(async_engine.url) as engine:
-        metadata.drop_all(engine)
+    metadata.drop_all(plain_engine(async_engine.url))
     async with open_async_engine(async_engine.url) as opened, AsyncJobSession(opened) as session:
         with pytest.raises(SchemaError, match="alembic upgrade head") as caught:
             await session.enqueue("t", {"password": SECRET})
@@ -229,9 +227,9 @@ def test_the_server_shows_no_payload_in_its_own_errors(sync_engine: Engine) -> N
 
 async def test_async_drivers_show_no_payload_either(async_engine: AsyncEngine) -> None:
     """The same holds for the errors of asyncpg, psycopg and aiosqlite."""
-    with plain_engine(async_engine.url) as engine:
-        Strict.metadata.drop_all(engine)
-        Strict.metadata.create_all(engine)
+    engine = plain_engine(async_engine.url)
+    Strict.metadata.drop_all(engine)
+    Strict.metadata.create_all(engine)
     async with AsyncJobSession(async_engine) as session:
         with pytest.raises(IntegrityError, match="not_odd") as caught:
             await enqueue_async(session, "odd", {"password": SECRET}, job_class=StrictJob)
