@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+SAME_SIGNAL: Final = 0.1
+"""Seconds: what comes so soon after the first is no second thought. ``timeout`` of coreutils, for
+one, signals its child and then the whole group with it."""
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -22,15 +27,16 @@ def stop_by_signal(stop: Callable[[], object]) -> Generator[None, None, None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = False
+    asked_at: float | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the protocol
-        nonlocal asked
-        if asked:
+        nonlocal asked_at
+        if asked_at is None:
+            asked_at = time.monotonic()
+            stop()
+        elif time.monotonic() - asked_at > SAME_SIGNAL:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        asked = True
-        stop()
 
     before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
