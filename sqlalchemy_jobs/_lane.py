@@ -28,15 +28,20 @@ class Lane:
         self._connection: Connection | None = None
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._abandoned = False
-        threading.Thread(target=self._serve, name=name, daemon=True).start()
+        self._server = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._server.start()
 
     def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
         """Do *work* with the connection and hand its result, or what it raised, to *done*."""
         self._work.put((work, done))
 
     def close(self) -> None:
-        """Close the connection after the work that was submitted."""
+        """Close the connection, after the work that was submitted if that does not take long."""
         self._work.put(None)
+        self._server.join(timeout=1.0)
+        if self._server.is_alive():
+            self.abandon()
+            self._server.join(timeout=1.0)
 
     def abandon(self) -> None:
         """Break the connection; nothing that was submitted is answered any more."""
@@ -51,7 +56,8 @@ class Lane:
             work, done = item
             try:
                 if self._connection is None:
-                    self._connection = self._prepare(self._engine.connect())
+                    self._connection = self._engine.connect()
+                    self._connection = self._prepare(self._connection)
                 answer = work(self._connection)
             except BaseException as error:  # noqa: BLE001 - it is the answer
                 answer = error

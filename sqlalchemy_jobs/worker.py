@@ -136,8 +136,9 @@ class Worker:
 
     def __enter__(self) -> Self:
         """Start in a thread of its own."""
-        self._context = self._started(until_idle=False)
-        self._context.__enter__()
+        context = self._started(until_idle=False)
+        context.__enter__()
+        self._context = context  # not before: it would replace, and so end, the one that runs
         self._thread = threading.Thread(target=self._loop_in_thread, name="jobs", daemon=True)
         self._thread.start()
         return self

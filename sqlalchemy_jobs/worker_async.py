@@ -146,8 +146,9 @@ class AsyncWorker:
 
     async def __aenter__(self) -> Self:
         """Start in a task of the running loop."""
-        self._context = self._started(until_idle=False)
-        await self._context.__aenter__()
+        context = self._started(until_idle=False)
+        await context.__aenter__()
+        self._context = context  # not before: it would replace, and so end, the one that runs
         self._main = asyncio.get_running_loop().create_task(self._loop_in_task(), name="jobs")
         return self
 
