@@ -6,32 +6,53 @@ import argparse
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import draining
+from . import claims, draining, enqueueing, latency, notify, snapshot, upkeep
 from .bench import Bench
 from .peers import PEERS, Peer
 from .processes import ProgramError
 from .report import Results, as_json, figures_table, number, surroundings
+from .targets import targets_table
 
 if TYPE_CHECKING:
-    from .figures import Figure, Scenario
+    from .figures import Figure, Measured, Scenario
 
-SCENARIOS: tuple[Scenario, ...] = (*draining.SCENARIOS,)
+SCENARIOS: tuple[Scenario, ...] = (
+    *enqueueing.SCENARIOS,
+    *draining.SCENARIOS,
+    *latency.SCENARIOS,
+    *claims.SCENARIOS,
+    *notify.SCENARIOS,
+    *upkeep.SCENARIOS,
+    *snapshot.SCENARIOS,
+)
+
+QUICK = ["enqueue1", "bulk", "drain*", "pickup-idle", "claims", "notify-slow"]
+SMOKE = [*QUICK, "memory", "idle", "snapshot"]
+QUICK_SCALE = 0.25
+SMOKE_BELOW = 0.1
+SMOKE_THREADS = 6
 
 
 def main() -> int:
     """Measure what the command line asks for."""
     arguments = _arguments()
-    scenarios = [s for s in SCENARIOS if any(fnmatch(s.name, p) for p in arguments.only)]
+    scale = arguments.scale or (1.0 if arguments.full else QUICK_SCALE)
+    only = arguments.only
+    if only is None:
+        everything = arguments.full or arguments.list
+        only = ["*"] if everything else SMOKE if scale < SMOKE_BELOW else QUICK
+    scenarios = [s for s in SCENARIOS if any(fnmatch(s.name, p) for p in only)]
     figures = [figure for scenario in scenarios for figure in scenario.figures]
     if arguments.list:
         _define(figures)
         return 0
     peers = _installed(arguments.peers)
-    scale = arguments.scale or (1.0 if arguments.full else 0.5)
     begun = time.monotonic()
     with Bench(
         peers,
@@ -48,13 +69,17 @@ def main() -> int:
         about = bench.about
     print(f"\nMedians of {arguments.repeats}:\n")
     print(figures_table(results, figures, [peer.name for peer in peers]))
+    judged, targets = targets_table(results)
+    if judged:
+        print(f"\nTargets (ratio: median of the ratios in each repeat):\n\n{judged}")
     if arguments.json:
         more = {
             "surroundings": around,
             "scale": scale,
             "repeats": arguments.repeats,
-            "settings": {peer: told["settings"] for peer, told in about.items()},
+            "settings": {peer: told.settings for peer, told in about.items()},
             "failures": failures,
+            "targets": targets,
         }
         text = json.dumps(as_json(results, figures, more), indent=2)
         arguments.json.write_text(text + "\n")
@@ -66,23 +91,34 @@ def _measure(bench: Bench, scenarios: list[Scenario], repeats: int) -> tuple[Res
     """Measure every scenario, all of them before any again: noise then falls on all alike."""
     results = Results()
     failures: list[str] = []
-    for repeat in range(repeats):
-        for scenario in scenarios:
-            begun = time.monotonic()
-            shown: dict[str, list[str]] = {}
-            for peer in scenario.peers(bench):
-                try:
-                    for measured in scenario.run(bench, peer):
-                        results.add(measured, repeat)
-                        line = shown.setdefault(measured.figure, [])
-                        line.append(f"{measured.peer} {number(measured.value)}")
-                except ProgramError as error:
-                    failures.append(f"{scenario.name}, {peer.name}, repeat {repeat + 1}: {error}")
-                    print(f"FAILED {failures[-1]}", file=sys.stderr)
-            spent = time.monotonic() - begun
-            print(f"[{repeat + 1}/{repeats}] {scenario.name} ({spent:.0f} s)")
-            for figure, values in shown.items():
-                print(f"    {figure}: {', '.join(values)}", flush=True)
+
+    def measure(scenario: Scenario, peer: Peer, repeat: int) -> list[Measured]:
+        try:
+            found = list(scenario.run(bench, peer))
+        except ProgramError as error:
+            failures.append(f"{scenario.name}, {peer.name}, repeat {repeat + 1}: {error}")
+            print(f"FAILED {failures[-1]}", file=sys.stderr)
+            return []
+        for measured in found:
+            results.add(measured, repeat)
+        return found
+
+    # A smoke asks only whether everything works, so it may be done all at once.
+    with ThreadPoolExecutor(SMOKE_THREADS if bench.scale < SMOKE_BELOW else 1) as threads:
+        for repeat in range(repeats):
+            started = [
+                (scenario, [threads.submit(measure, scenario, peer, repeat) for peer in peers])
+                for scenario in scenarios
+                for peers in [scenario.peers(bench)]
+            ]
+            for scenario, measuring in started:
+                shown: dict[str, list[str]] = {}
+                for measured in chain.from_iterable(one.result() for one in measuring):
+                    line = shown.setdefault(measured.figure, [])
+                    line.append(f"{measured.peer} {number(measured.value)}")
+                print(f"[{repeat + 1}/{repeats}] {scenario.name}")
+                for figure, values in shown.items():
+                    print(f"    {figure}: {', '.join(values)}", flush=True)
     return results, failures
 
 
@@ -110,12 +146,17 @@ def _arguments() -> argparse.Namespace:
     def several(text: str) -> list[str]:
         return text.split(",")
 
-    parser.add_argument("--only", type=several, default=["*"], help=f"patterns of: {names}")
+    parser.add_argument("--only", type=several, help=f"patterns of: {names}")
     known = ", ".join(peer.name for peer in PEERS)
     parser.add_argument("--peers", type=several, default=["*"], help=f"patterns of: {known}")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--scale", type=float, help="of the sizes in the definitions (0.5)")
-    parser.add_argument("--full", action="store_true", help="scale 1, for all peers alike")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        help=f"of the sizes in the definitions ({QUICK_SCALE}); below {SMOKE_BELOW} much is measured "
+        "at once, which shows that it works and no more",
+    )
+    parser.add_argument("--full", action="store_true", help="every scenario at scale 1")
     parser.add_argument("--postgres", type=int, help="major version (the newest that is found)")
     parser.add_argument("--uvloop", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path, help="also write everything to this file")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Self
 
 from tests.postgres import Cluster
@@ -13,16 +16,21 @@ from .peers import OURS
 from .processes import ProgramError, WorkerProcess, call
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from .peers import Peer
+    from .programs.protocol import Program
 
 SERVER_SETTINGS = {
     # No checkpoint by the clock in one measurement and not in another.
     "checkpoint_timeout": "1h",
     "max_wal_size": "16GB",
     "log_lock_waits": "off",
+    "max_connections": "400",
 }
+
+
+LARGE = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +66,10 @@ class Bench:
         self.full = full
         self._uvloop = uvloop
         self.cluster = Cluster(version, durable=True, settings=SERVER_SETTINGS)
-        self.about: dict[str, Mapping[str, Any]] = {}
+        self.about: dict[str, type[Program]] = {}
         self._stack = ExitStack()
+        self._copies = itertools.count(1)
+        self._filling = threading.Lock()
         self._templates: dict[tuple[str, int], str] = {}
         self._beginnings: dict[str, Counters] = {}
 
@@ -72,7 +82,8 @@ class Bench:
         if found:
             self.cluster.psql("CREATE EXTENSION pg_stat_statements")
         for peer in self.peers:
-            self.about[peer.name] = call(peer.program, ["describe"])
+            module = import_module(f".programs.{peer.program}", __package__)
+            self.about[peer.name] = module.PROGRAM
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,22 +103,37 @@ class Bench:
     def database(self, peer: Peer, jobs: int = 0) -> Iterator[str]:
         """A database with the peer's tables and so many pending jobs, the same files each time."""
         template = self._template(peer, jobs)
-        name = self.cluster.create_database(template=template)
-        try:
+        with self._copy(template) as name:
             yield name
-        finally:
+
+    @contextmanager
+    def _copy(self, template: str) -> Iterator[str]:
+        """A copy of a database. It is dropped only if it is large: that takes a checkpoint.
+
+        Copied through the WAL, which takes none either, so that no page of it is written to the
+        WAL in full at its first change.
+        """
+        name = f"copy_{next(self._copies)}"
+        self.cluster.psql(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY wal_log")
+        yield name
+        ((size,),) = self.cluster.psql("SELECT pg_database_size(%s)", parameters=[name])
+        if size > LARGE:
             self.cluster.drop_database(name)
 
     def _template(self, peer: Peer, jobs: int) -> str:
         key = (peer.tables, jobs)
-        if key not in self._templates:
-            name = self.cluster.create_database(f"template_{peer.tables}_{jobs}")
-            self.call(peer, "setup", name)
-            if jobs:
-                self.call(peer, "fill", name, "--n", jobs)
-            self.cluster.psql("VACUUM ANALYZE", name)
-            self._templates[key] = name
-        return self._templates[key]
+        with self._filling:
+            if key not in self._templates:
+                self._templates[key] = self._filled(peer, jobs)
+            return self._templates[key]
+
+    def _filled(self, peer: Peer, jobs: int) -> str:
+        name = self.cluster.create_database(f"template_{peer.tables}_{jobs}")
+        self.call(peer, "setup", name)
+        if jobs:
+            self.call(peer, "fill", name, "--n", jobs)
+        self.cluster.psql("VACUUM ANALYZE", name)
+        return name
 
     # --- programs ------------------------------------------------------------------------------
 
@@ -177,7 +203,7 @@ class Bench:
                 raise ProgramError(f"{peer.name}: not finished within {limit_s:.0f} s")
         with self.cluster.connect(database) as connection:
             connection.execute("SET enable_seqscan = off")
-            finished: str = self.about[peer.name]["finished"]
+            finished: str = self.about[peer.name].finished
             while not connection.execute(finished.encode()).fetchall()[0][0]:
                 if time.monotonic() > until:
                     raise ProgramError(f"{peer.name}: not finished within {limit_s:.0f} s")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 JOBS = 20_000
 LIMIT_S = 300
+LEAST_TO_COUNT = 1000
+"""In a smaller drain a job's share of them drowns in what happens once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +80,18 @@ class Drain:
                 end = bench.wait_until_finished(peer, database, workers, n, LIMIT_S)
                 first = min(worker.counts[0][1] for worker in workers if worker.counts)
             after = bench.counters(database)
-            ((ended,),) = bench.cluster.psql(bench.about[peer.name]["succeeded"], database)
+            ((ended,),) = bench.cluster.psql(bench.about[peer.name].succeeded, database)
         if ended != n:
             raise ProgramError(f"{peer.name}: {ended} of {n} jobs ended well")
         yield Measured(self.name, peer.name, n / ((end - first) / 1e9))
-        spent, beginning = after - before, bench.beginning(peer)
-        commits = spent.commits - beginning.commits * self.processes
-        yield Measured(f"{self.name}.commits", peer.name, max(0, commits) / n)
-        if bench.counts_statements:
-            statements = spent.statements - beginning.statements * self.processes
-            yield Measured(f"{self.name}.statements", peer.name, max(0, statements) / n)
+        spent = after - before
+        if n >= LEAST_TO_COUNT:
+            beginning = bench.beginning(peer)
+            commits = spent.commits - beginning.commits * self.processes
+            yield Measured(f"{self.name}.commits", peer.name, commits / n)
+            if bench.counts_statements:
+                statements = spent.statements - beginning.statements * self.processes
+                yield Measured(f"{self.name}.statements", peer.name, statements / n)
         yield Measured(f"{self.name}.wal", peer.name, spent.wal_bytes / n)
         if self.processes > 1:
             counts = [worker.count for worker in workers]

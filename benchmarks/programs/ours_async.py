@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
-from sqlalchemy import func, insert
+from sqlalchemy import Table, func, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 
 from sqlalchemy_jobs import AsyncJobSession, AsyncWorker, Job, JobContext, NewJob, Tasks, metadata
@@ -13,10 +13,9 @@ from sqlalchemy_jobs import AsyncJobSession, AsyncWorker, Job, JobContext, NewJo
 from . import jobs_table
 from .protocol import TASK, AsyncProgram, main, no_op
 
-CORE = insert(Job.__table__).returning(Job.__table__.c.id)
-CORE_NOTIFY = insert(Job.__table__).returning(
-    Job.__table__.c.id, func.pg_notify("jobs.jobs", Job.__table__.c.task)
-)
+TABLE = cast("Table", Job.__table__)
+CORE = insert(TABLE).returning(TABLE.c.id)
+CORE_NOTIFY = insert(TABLE).returning(TABLE.c.id, func.pg_notify("jobs.jobs", TABLE.c.task))
 
 
 class OursAsync(AsyncProgram):
@@ -86,5 +85,7 @@ class OursAsync(AsyncProgram):
         await engine.dispose()
 
 
+PROGRAM = OursAsync
+
 if __name__ == "__main__":
-    main(OursAsync)
+    main(PROGRAM)

@@ -77,5 +77,7 @@ class OursSync(SyncProgram):
         engine.dispose()
 
 
+PROGRAM = OursSync
+
 if __name__ == "__main__":
-    main(OursSync)
+    main(PROGRAM)

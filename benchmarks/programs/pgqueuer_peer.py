@@ -69,6 +69,8 @@ class Pgqueuer(AsyncProgram):
         await asyncio.wait([running], timeout=5)
 
 
+PROGRAM = Pgqueuer
+
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    main(Pgqueuer)
+    main(PROGRAM)

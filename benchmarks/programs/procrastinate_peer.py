@@ -66,6 +66,8 @@ class Procrastinate(AsyncProgram):
             await app.run_worker_async(concurrency=concurrency, wait=True, delete_jobs="never")
 
 
+PROGRAM = Procrastinate
+
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)
-    main(Procrastinate)
+    main(PROGRAM)

@@ -1,7 +1,8 @@
 """The command line that every measured program has.
 
-``describe``
-    Print what the runner must know: settings, and SQL that tells when all is done.
+The runner also imports the module and reads the class called ``PROGRAM``: settings, and the SQL
+that tells when all is done.
+
 ``setup``
     Install the peer's tables into an empty database.
 ``enqueue --n --clients --ways``
@@ -35,7 +36,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -115,15 +116,6 @@ class Program(ABC):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the runner must know."""
-        return {
-            "settings": self.settings,
-            "finished": self.finished,
-            "succeeded": self.succeeded,
-            "ways": self.ways,
-        }
-
     @abstractmethod
     def setup(self) -> None:
         """Install the peer's tables."""
@@ -148,8 +140,6 @@ class Program(ABC):
         """Carry out the command and return what to print."""
         o = self.options
         match o.command:
-            case "describe":
-                return self.describe()
             case "setup":
                 self.setup()
             case "enqueue":
@@ -243,7 +233,7 @@ class AsyncProgram(Program):
 
         await self.open(clients)
         for way in ways:
-            await block(way, WARM_UP * clients)
+            await block(way, min(WARM_UP * clients, n // 5))
         seconds = dict.fromkeys(ways, 0.0)
         for way, size in turns(ways, n):
             seconds[way] += await block(way, size)
@@ -274,7 +264,7 @@ class AsyncProgram(Program):
             await self.one(0, self.ways[0], payload(seq))
             sent.append((seq, called, time.monotonic_ns()))
         background.cancel()
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
         await self.close()
         return sent
 
@@ -321,7 +311,7 @@ class SyncProgram(Program):
                 return time.perf_counter() - begun
 
             for way in ways:
-                block(way, WARM_UP * clients)
+                block(way, min(WARM_UP * clients, n // 5))
             seconds = dict.fromkeys(ways, 0.0)
             for way, size in turns(ways, n):
                 seconds[way] += block(way, size)
@@ -357,7 +347,7 @@ class SyncProgram(Program):
             sent.append((seq, called, time.monotonic_ns()))
         over.set()
         background.join()
-        time.sleep(0.5)
+        time.sleep(0.1)
         self.close()
         return sent
 
@@ -380,7 +370,7 @@ def turns(ways: Sequence[str], n: int) -> list[tuple[str, int]]:
     return plan
 
 
-def until_told_to_stop() -> Callable[[], Awaitable[object]]:
+def until_told_to_stop() -> Callable[[], Coroutine[Any, Any, object]]:
     """Return what waits for SIGTERM or SIGINT; for peers that do not watch for signals."""
     told = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -400,7 +390,7 @@ def _stop_with_the_runner() -> None:
 def main(program: type[Program]) -> None:
     """Answer the command line."""
     parser = argparse.ArgumentParser()
-    commands = ("describe", "setup", "enqueue", "bulk", "fill", "produce", "work")
+    commands = ("setup", "enqueue", "bulk", "fill", "produce", "work")
     parser.add_argument("command", choices=commands)
     parser.add_argument("--dsn", default="")
     parser.add_argument("--driver", default="asyncpg")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
 from sqlalchemy.dialects.postgresql import asyncpg as dialects
@@ -22,18 +22,22 @@ from sqlalchemy_jobs.lifecycle import Event
 from . import jobs_table
 from .protocol import TASK, AsyncProgram, main, no_op, until_told_to_stop
 
+if TYPE_CHECKING:
+    from sqlalchemy import Table
+
 WORKER = "raw"
 CHANNEL = "jobs.jobs"
 VISIBILITY = 300.0
 FULL_LOOK_EVERY_S = 2.0
-_STATEMENTS = statements_for(Job.__table__, dialects.dialect())
+_DIALECT: Any = dialects.dialect()  # type: ignore[no-untyped-call]
+_STATEMENTS = statements_for(cast("Table", Job.__table__), _DIALECT)
 
 
 class Statement:
     """SQL text as the library's statement compiles to for asyncpg, and where its parameters go."""
 
     def __init__(self, statement: Any, **constant: Any) -> None:
-        compiled = statement.compile(dialect=dialects.dialect())
+        compiled = statement.compile(dialect=_DIALECT)
         self.text: str = compiled.string
         self._order: list[str] = compiled.positiontup
         self._constant = {**compiled.params, **constant}
@@ -99,7 +103,7 @@ class Raw(AsyncProgram):
         loop = Loop(self.options)
         await loop.connect()
         working = [asyncio.create_task(step()) for step in (loop.claim, loop.settle)]
-        stopping = asyncio.create_task(told())
+        stopping: asyncio.Task[object] = asyncio.create_task(told())
         await asyncio.wait([*working, stopping], return_when=asyncio.FIRST_COMPLETED)
         for task in working:
             if task.done():
@@ -190,5 +194,7 @@ def _place(row: Any) -> tuple[int, int]:
     return row["run_at"], row["id"]
 
 
+PROGRAM = Raw
+
 if __name__ == "__main__":
-    main(Raw)
+    main(PROGRAM)
