@@ -15,6 +15,7 @@ by raising; what it returns is ignored. :class:`PermanentJobError` fails the job
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import threading
@@ -255,6 +256,8 @@ def _is_async(handler: Callable[..., Any]) -> bool:
 def _payload_type(handler: Callable[..., Any]) -> Any:
     """The P of a first parameter annotated JobContext[P]; None if there is none."""
     function: Any = inspect.unwrap(handler)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
     if not inspect.isroutine(function):
         function = type(function).__call__  # an object with a __call__
     try:
