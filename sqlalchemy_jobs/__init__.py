@@ -5,6 +5,7 @@ and a :class:`Worker` or :class:`AsyncWorker` runs it: at least once, one at a t
 """
 
 from ._core import Summary
+from ._newjob import NewJob
 from ._version import __version__
 from .errors import (
     AutocommitError,
@@ -26,7 +27,6 @@ from .session import (
     AsyncJobSessionMixin,
     JobSession,
     JobSessionMixin,
-    NewJob,
     cancel,
     cancel_async,
     enqueue,

@@ -55,12 +55,12 @@ from ._messages import (
 )
 from ._signals import stop_by_signal
 from ._store import describe
+from ._target import table_of
 from ._threads import Threads
 from ._wake import register
 from ._watchdog import Watchdog
 from .errors import InvalidArgumentError, SchemaError
 from .models import Job
-from .session import table_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable

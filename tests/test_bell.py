@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
@@ -27,7 +27,7 @@ from sqlalchemy_jobs._messages import (
     Rouse,
     Tick,
 )
-from sqlalchemy_jobs.session import table_of
+from sqlalchemy_jobs._target import table_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,7 +160,7 @@ class World:
 
 def changed(world: World, **changes: tuple[str, int, object]) -> World:
     """The world with one place of some of its tuples changed."""
-    values = {}
+    values: dict[str, Any] = {}
     for name, (_, place, value) in changes.items():
         values[name] = tuple(
             value if i == place else old for i, old in enumerate(getattr(world, name))
