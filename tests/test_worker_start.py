@@ -226,7 +226,7 @@ async def test_an_async_worker_runs_beside_the_program(jobs: Jobs) -> None:
         return [t.get_name() for t in asyncio.all_tasks() if t.get_name().startswith("jobs")]
 
     async with asyncio.timeout(20):
-        while tasks():
+        while tasks():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.02)
 
 
