@@ -3,7 +3,7 @@
 The model knows the table of moves and which rows a command may find; it knows no SQL. Time does
 not pass by itself: jobs are due an hour ago or in an hour, and a rule moves the times.
 
-`SQLALCHEMY_JOBS_EXAMPLES=1000` searches longer.
+`SQLALCHEMY_JOBS_EXAMPLES=1000` searches longer, with `-o timeout=0` for pytest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Engine
 
-EXAMPLES = int(os.environ.get("SQLALCHEMY_JOBS_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("SQLALCHEMY_JOBS_EXAMPLES", "30"))
 STEPS = 30
 
 BOUNDS = {"a": 2, "b": 3}
@@ -350,6 +350,6 @@ def test_rows_live_as_the_model_says(sync_engine: Engine) -> None:
                 max_examples=EXAMPLES,
                 stateful_step_count=STEPS,
                 deadline=None,
-                suppress_health_check=list(HealthCheck),
+                suppress_health_check=[HealthCheck.too_slow],
             ),
         )
