@@ -44,7 +44,7 @@ class WorkerProcess:
         **options: Any,
     ) -> None:
         """Prepare a worker for *tasks*, from their names to the program's handlers."""
-        self._configuration = {
+        self._configuration: dict[str, Any] = {
             "url": url,
             "is_async": driver not in SYNC,
             "tasks": dict(tasks),

@@ -299,10 +299,9 @@ class Database:
             case Renew(leases):
                 held = {lease.key for lease in leases if self._renew(lease, caller)}
                 return Renewed(command, frozenset(lease.key for lease in leases) - held)
-            case Sweep(Chore.RECOVER):
-                return self._sweep(Chore.RECOVER, (Life.RECOVER, Life.BURY))
-            case Sweep(Chore.PRUNE):
-                return self._sweep(Chore.PRUNE, (Life.PRUNE,))
+            case Sweep(chore):
+                recovers = chore is Chore.RECOVER
+                return self._sweep(chore, (Life.RECOVER, Life.BURY) if recovers else (Life.PRUNE,))
         raise AssertionError(command)
 
     def _claim(self, command: Claim, caller: Caller) -> Claimed:

@@ -783,7 +783,7 @@ def test_a_lease_lost_to_somebody_elses_renewal_is_lost(make: MakeRig) -> None:
 def test_failing_renewals_end_in_an_abort_on_time(make: MakeRig) -> None:
     """When the local lease is over the attempt is aborted, whatever the database thinks."""
     rig = make(visibility_timeout=30.0, concurrency=1).busy_with(lease(1))
-    start = rig.now
+    start, said = rig.now, list[Command]()
     while rig.machine.running:
         said = rig.wait()
         if rig.flies(Renew):

@@ -359,6 +359,8 @@ def test_no_slot_is_lost(jobs: Jobs) -> None:
                 raise Snooze(3600)
             case "timeout":
                 job.cancelled.wait(20)
+            case _:
+                pass
 
     async def ends_async(job: JobContext) -> None:
         if job.payload == "timeout":
