@@ -104,7 +104,8 @@ def _measure(bench: Bench, scenarios: list[Scenario], repeats: int) -> tuple[Res
         return found
 
     # A smoke asks only whether everything works, so it may be done all at once.
-    with ThreadPoolExecutor(SMOKE_THREADS if bench.scale < SMOKE_BELOW else 1) as threads:
+    threads = ThreadPoolExecutor(SMOKE_THREADS if bench.scale < SMOKE_BELOW else 1)
+    try:
         for repeat in range(repeats):
             started = [
                 (scenario, [threads.submit(measure, scenario, peer, repeat) for peer in peers])
@@ -119,6 +120,8 @@ def _measure(bench: Bench, scenarios: list[Scenario], repeats: int) -> tuple[Res
                 print(f"[{repeat + 1}/{repeats}] {scenario.name}")
                 for figure, values in shown.items():
                     print(f"    {figure}: {', '.join(values)}", flush=True)
+    finally:
+        threads.shutdown(cancel_futures=True)
     return results, failures
 
 
@@ -153,8 +156,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scale",
         type=float,
-        help=f"of the sizes in the definitions ({QUICK_SCALE}); below {SMOKE_BELOW} much is measured "
-        "at once, which shows that it works and no more",
+        help=f"of the sizes in the definitions ({QUICK_SCALE}); below {SMOKE_BELOW} much is "
+        "measured at once, which shows that it works and no more",
     )
     parser.add_argument("--full", action="store_true", help="every scenario at scale 1")
     parser.add_argument("--postgres", type=int, help="major version (the newest that is found)")
