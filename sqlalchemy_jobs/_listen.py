@@ -436,6 +436,8 @@ class _TaskListener:
             if left <= 0:
                 raise _SilentError
             await self._wait(left)
+        if self._lost is None:  # the nonce may have come before the answer that it was sent
+            self._changed.clear()
 
 
 class _Driver(ABC):
