@@ -99,11 +99,12 @@ def jobs_on(request: pytest.FixtureRequest) -> Iterator[Jobs]:
 
 
 class Log(logging.Handler):
-    """Every record of the library's logger, to look at and to wait for."""
+    """The library's log, without what other workers of the process say of themselves."""
 
     def __init__(self) -> None:
         """Keep nothing yet."""
         super().__init__(logging.DEBUG)
+        self.worker: str | None = None
         self.records: list[logging.LogRecord] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -116,7 +117,8 @@ class Log(logging.Handler):
         return [
             record
             for record in list(self.records)
-            if all(getattr(record, name, None) == value for name, value in wanted.items())
+            if self.worker in (None, getattr(record, "worker", self.worker))
+            and all(getattr(record, name, None) == value for name, value in wanted.items())
         ]
 
     def wait_for(self, event: str, **extra: Any) -> logging.LogRecord:
@@ -158,6 +160,14 @@ class Running:
         assert self.summary is not None
         return self.summary
 
+    def failed(self) -> BaseException:
+        """Wait for its end by an error, and return that."""
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive(), "the worker goes on"
+        failure, self.failure, self.summary = self.failure, None, Summary()
+        assert failure is not None
+        return failure
+
     def start(self, run: Callable[[Running], None]) -> None:
         """Run *run* in a thread, until it has made the worker or failed."""
 
@@ -176,6 +186,7 @@ class Running:
     def made(self, worker: Any) -> None:
         """Take the worker that *run* has made."""
         self.worker = worker
+        self.log.worker = worker.name
         self._made.set()
 
 

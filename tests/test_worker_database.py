@@ -1,0 +1,362 @@
+"""Workers and their database: connections, outages, the listener, upkeep and the idle load."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sqlalchemy import text
+
+from sqlalchemy_jobs import JobContext, SchemaError, Tasks, enqueue
+from tests.engines import open_engine
+from tests.workers import ON_POSTGRES, Jobs, Running, jobs_on, wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.postgres import Cluster, Server
+
+
+@pytest.fixture(params=ON_POSTGRES)
+def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    """Run on every driver of PostgreSQL."""
+    yield from jobs_on(request)
+
+
+def quick_tasks(*names: str) -> Tasks:
+    """Return tasks that do nothing."""
+    tasks = Tasks()
+    for name in names or ("quick",):
+        tasks.register(lambda _: None, name)
+    return tasks
+
+
+def url_for(server: Server, database: str, driver: str) -> str:
+    """Return the URL of a database for a driver of ours."""
+    return server.url(database, "asyncpg" if driver == "asyncpg" else "psycopg")
+
+
+# --- connections --------------------------------------------------------------------------------
+
+
+def test_handlers_may_hold_the_whole_pool(jobs: Jobs) -> None:
+    """A pool of one that a handler holds keeps no lease from renewal, no outcome from its row."""
+    tasks = Tasks()
+    holds: list[Any] = []
+
+    def hold(_: JobContext) -> None:
+        with engines[0].connect() as connection:
+            connection.execute(text("SELECT pg_sleep(2.5)"))
+            holds.append(connection.engine.pool)
+
+    async def hold_async(_: JobContext) -> None:
+        async with engines[0].connect() as connection:
+            await connection.execute(text("SELECT pg_sleep(2.5)"))
+            holds.append(engines[0].pool)
+
+    tasks.register(hold_async if jobs.is_async else hold, "hold")
+    tasks.register(lambda _: None, "quick")
+    engine = {"pool_size": 1, "max_overflow": 0, "pool_timeout": 60}
+    with jobs.worker(
+        tasks, engine=engine, visibility_timeout=1.2, recovery_interval=0.2
+    ) as running:
+        engines = [running.worker._engine]
+        held = jobs.enqueue("hold")
+        jobs.wait(held, lambda job: job.status == "running")
+        quick = jobs.enqueue("quick")
+        assert jobs.finished(quick).status == "succeeded"
+        assert jobs.job(held).status == "running"
+        job = jobs.finished(held)
+        assert (job.status, job.attempts, job.errors) == ("succeeded", 1, [])
+    assert len(holds) == 1
+
+
+@pytest.mark.parametrize("level", ["SERIALIZABLE", "REPEATABLE READ"])
+def test_a_worker_runs_at_read_committed(jobs: Jobs, level: str) -> None:
+    """Whatever the level of the engine, the worker's own statements run at READ COMMITTED."""
+    jobs.execute("CREATE TABLE IF NOT EXISTS levels (level text)")
+    jobs.execute("TRUNCATE levels")
+    jobs.execute(
+        "CREATE OR REPLACE FUNCTION note_level() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "INSERT INTO levels VALUES (current_setting('transaction_isolation')); "
+        "RETURN NULL; END $$"
+    )
+    jobs.execute(
+        "CREATE TRIGGER note AFTER UPDATE ON jobs.jobs FOR EACH ROW EXECUTE FUNCTION note_level()"
+    )
+    tasks = Tasks()
+    seen: list[str] = []
+
+    def looks(_: JobContext) -> None:
+        with engines[0].connect() as connection:
+            seen.append(connection.execute(text("SHOW transaction_isolation")).scalar_one())
+
+    async def looks_async(_: JobContext) -> None:
+        async with engines[0].connect() as connection:
+            shown = await connection.execute(text("SHOW transaction_isolation"))
+            seen.append(shown.scalar_one())
+
+    tasks.register(looks_async if jobs.is_async else looks, "looks")
+    try:
+        with jobs.worker(tasks, engine={"isolation_level": level}) as running:
+            engines = [running.worker._engine]
+            assert jobs.finished(jobs.enqueue("looks")).status == "succeeded"
+        levels = [row[0] for row in jobs.execute("SELECT level FROM levels")]
+    finally:
+        jobs.execute("DROP TRIGGER note ON jobs.jobs")
+    assert len(levels) == 2  # the claim and the outcome
+    assert set(levels) == {"read committed"}
+    assert seen == [level.lower()]  # the handler's own sessions are as the user made them
+
+
+def test_no_transaction_is_open_while_a_handler_runs(jobs: Jobs) -> None:
+    """None of the worker's connections keeps a transaction, and with it dead rows, open."""
+    tasks = Tasks()
+    hold = threading.Event()
+    tasks.register(lambda _: hold.wait(30) or None, "holds")
+    with jobs.worker(tasks, visibility_timeout=1) as running:
+        running.ready()
+        job_id = jobs.enqueue("holds")
+        jobs.wait(job_id, lambda job: job.status == "running")
+        states: set[str] = set()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            rows = jobs.execute(
+                "SELECT state FROM pg_stat_activity WHERE datname = current_database() "
+                "AND pid <> pg_backend_pid()"
+            )
+            states.update(row[0] for row in rows)
+        hold.set()
+        jobs.finished(job_id)
+    assert "idle in transaction" not in states
+    assert "idle" in states
+
+
+# --- the listener -------------------------------------------------------------------------------
+
+LISTENERS = (
+    "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
+    "AND (query LIKE 'LISTEN%' OR query LIKE '%AS bell')"
+)
+
+
+def enqueue_elsewhere(jobs: Jobs, task: str) -> int:
+    """Enqueue as another process does: nothing but the notification wakes the worker."""
+    with jobs.engine.begin() as connection:
+        job_id = enqueue(connection, task)
+    assert job_id is not None
+    return job_id
+
+
+def test_a_lost_listener_is_replaced(jobs: Jobs) -> None:
+    """Jobs enqueued while it was away are found when it is back, and later ones at once."""
+    polls: dict[str, Any] = {"poll_interval": 30, "max_poll_interval": 30, "safety_interval": 30}
+    with jobs.worker(quick_tasks(), **polls) as running:
+        running.ready()
+        assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
+        wait_until(lambda: jobs.execute(f"SELECT pid {LISTENERS}"))
+        for _ in range(2):
+            jobs.execute(f"SELECT pg_terminate_backend(pid) {LISTENERS}")
+            meanwhile = enqueue_elsewhere(jobs, "quick")
+            jobs.wait(meanwhile, lambda job: job.status == "succeeded", within=20)
+            wait_until(lambda: jobs.execute(f"SELECT pid {LISTENERS}"))
+        again = enqueue_elsewhere(jobs, "quick")
+        jobs.wait(again, lambda job: job.status == "succeeded", within=20)
+        assert running.log.of("not_listening")
+    assert len(running.log.of("ready")) == 1
+
+
+def test_foreign_notifications_are_harmless(jobs: Jobs) -> None:
+    """Notices of other tasks, or of anything at all, on the same channel change nothing."""
+    with jobs.worker(quick_tasks()) as running:
+        running.ready()
+        for payload in ("", "unknown", "{}", "x" * 7000, "ünïcode"):
+            jobs.execute("SELECT pg_notify('jobs.jobs', :payload)", payload=payload)
+        assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
+    assert not running.log.of("not_listening")
+
+
+# --- outages ------------------------------------------------------------------------------------
+
+
+class Fleet:
+    """A worker of each driver, each on a database of its own on one server."""
+
+    def __init__(self, server: Cluster, stack: ExitStack) -> None:
+        """Make the databases, without tables."""
+        self.names = {driver: server.create_database() for driver in ON_POSTGRES}
+        self.server = server
+        self.stack = stack
+        self.jobs: dict[str, Jobs] = {}
+        self.running: dict[str, Running] = {}
+
+    def make_tables(self) -> None:
+        """Make each database's table."""
+        for driver, name in self.names.items():
+            url = url_for(self.server, name, driver)
+            self.jobs[driver] = self.stack.enter_context(Jobs.opened(driver, url))
+
+    def start(self, tasks: Tasks, **options: Any) -> None:
+        """Start each database's worker."""
+        for driver, jobs in self.jobs.items():
+            worker = jobs.worker(tasks, **options)
+            self.running[driver] = self.stack.enter_context(worker)
+
+
+@pytest.mark.timeout(240)
+def test_workers_outlive_a_restart_of_the_database(own_cluster: Cluster) -> None:
+    """While the server is away a worker waits; then it records, claims and listens by itself."""
+    tasks = quick_tasks()
+    hold = threading.Event()
+
+    @tasks.task("held")
+    def held(_: JobContext) -> None:
+        assert hold.wait(100)
+
+    @tasks.task("held async")
+    async def held_async(_: JobContext) -> None:
+        await asyncio.to_thread(hold.wait, 100)
+
+    with ExitStack() as stack:
+        fleet = Fleet(own_cluster, stack)
+        fleet.make_tables()
+        fleet.start(tasks, concurrency=4)
+        stack.callback(hold.set)
+        running_jobs: dict[str, list[int]] = {}
+        for driver, jobs in fleet.jobs.items():
+            running_jobs[driver] = [jobs.enqueue("held"), jobs.enqueue("held async")]
+        for driver, jobs in fleet.jobs.items():
+            for job_id in running_jobs[driver]:
+                jobs.wait(job_id, lambda job: job.status == "running")
+        own_cluster.stop()  # this server forgets its last commits in a crash
+        for running in fleet.running.values():
+            running.log.wait_for("not_listening")
+        hold.set()  # the handlers end while there is no database
+        for running in fleet.running.values():
+            running.log.wait_for("broke")
+        own_cluster.start()
+        for driver, jobs in fleet.jobs.items():
+            for job_id in running_jobs[driver]:
+                job = jobs.finished(job_id)
+                assert (driver, job.status, job.attempts) == (driver, "succeeded", 1)
+            job_id = jobs.enqueue("quick")
+            assert jobs.finished(job_id).status == "succeeded"
+        own_cluster.restart()
+        for jobs in fleet.jobs.values():
+            job_id = wait_until(partial(enqueue_elsewhere, jobs, "quick"))
+            assert jobs.finished(job_id).status == "succeeded"
+        for running in fleet.running.values():
+            assert running.thread.is_alive()
+            broke = running.log.of("broke")
+            assert len(broke) < 30, "the log is flooded"
+            assert any(record.levelname == "ERROR" for record in broke)
+
+
+@pytest.mark.timeout(240)
+def test_workers_wait_for_a_database_that_comes_later(own_cluster: Cluster) -> None:
+    """A worker that is started before its database says so, and works when it is there."""
+    with ExitStack() as stack:
+        fleet = Fleet(own_cluster, stack)
+        fleet.make_tables()
+        without_table = own_cluster.create_database()
+        engine = stack.enter_context(open_engine(own_cluster.url(without_table, "psycopg")))
+        tableless = Jobs("psycopg", own_cluster.url(without_table, "psycopg"), engine)
+        own_cluster.stop()
+        fleet.start(quick_tasks())
+        for running in fleet.running.values():
+            running.log.wait_for("unreachable")
+        refused = stack.enter_context(tableless.worker(quick_tasks()))
+        refused.log.wait_for("unreachable")
+        own_cluster.start()
+        for jobs in fleet.jobs.values():
+            job_id = enqueue_elsewhere(jobs, "quick")
+            assert jobs.finished(job_id).status == "succeeded"
+        # No retry makes a table, so the worker whose database has none ends.
+        error = refused.failed()
+        assert isinstance(error, SchemaError)
+        assert "alembic upgrade head" in str(error)
+
+
+# --- upkeep -------------------------------------------------------------------------------------
+
+
+def test_old_jobs_are_pruned_in_batches_while_others_run(jobs: Jobs) -> None:
+    """The first sweep of a long history goes in bounded statements, and holds no job up."""
+    jobs.execute("CREATE TABLE IF NOT EXISTS batches (size int)")
+    jobs.execute("TRUNCATE batches")
+    jobs.execute(
+        "CREATE OR REPLACE FUNCTION note_batch() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "INSERT INTO batches SELECT count(*) FROM gone; RETURN NULL; END $$"
+    )
+    jobs.execute(
+        "CREATE TRIGGER note_batch AFTER DELETE ON jobs.jobs REFERENCING OLD TABLE AS gone "
+        "EXECUTE FUNCTION note_batch()"
+    )
+    for status, days in (("succeeded", 4), ("cancelled", 4), ("failed", 31), ("failed", 4)):
+        jobs.execute(
+            "INSERT INTO jobs.jobs (task, status, updated_at, created_at, attempts) "
+            f"SELECT 'old', '{status}', now() - interval '{days} days', "
+            f"now() - interval '{days} days', 1 FROM generate_series(1, 1200)"
+        )
+    tasks = Tasks()
+    hold = threading.Event()
+    tasks.register(lambda _: hold.wait(60) or None, "long")
+    tasks.register(lambda _: None, "quick")
+    try:
+        with jobs.worker(tasks, prune_interval=0.5):
+            long = jobs.enqueue("long")
+            quick = [jobs.enqueue("quick") for _ in range(10)]
+            for job_id in quick:
+                assert jobs.finished(job_id).status == "succeeded"
+            count = "SELECT status, count(*) FROM jobs.jobs WHERE task = 'old' GROUP BY status"
+            wait_until(lambda: dict(map(tuple, jobs.execute(count))) == {"failed": 1200})
+            assert jobs.job(long).status == "running"
+            hold.set()
+            assert jobs.finished(long).status == "succeeded"
+        sizes = [row[0] for row in jobs.execute("SELECT size FROM batches")]
+        assert sum(sizes) == 3600
+        assert max(sizes) <= 1000
+    finally:
+        hold.set()
+        jobs.execute("DROP TRIGGER note_batch ON jobs.jobs")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(240)
+def test_an_idle_worker_hardly_asks(cluster: Server) -> None:
+    """With LISTEN, a minute of idling costs at most 8 statements, all connections together."""
+    with ExitStack() as stack:
+        names: dict[str, str] = {}
+        for driver in ON_POSTGRES:
+            names[driver] = name = cluster.create_database()
+            stack.callback(cluster.drop_database, name)
+            url = url_for(cluster, name, driver)
+            jobs = stack.enter_context(Jobs.opened(driver, url))
+            running = stack.enter_context(
+                jobs.worker(quick_tasks(), poll_interval=2, max_poll_interval=30)
+            )
+            running.ready()
+            assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
+        probe = cluster.create_database()
+        stack.callback(cluster.drop_database, probe)
+        try:
+            cluster.psql("CREATE EXTENSION pg_stat_statements", probe)
+        except Exception as error:  # noqa: BLE001 - whatever it lacks
+            pytest.skip(f"no pg_stat_statements: {error}")
+        count = (
+            "SELECT datname, coalesce(sum(calls), 0)::int, "
+            "array_agg(calls || ' ' || left(query, 60)) "
+            "FROM pg_stat_statements JOIN pg_database ON oid = dbid GROUP BY datname"
+        )
+        time.sleep(3)  # the last outcome, and the look that follows
+        cluster.psql("SELECT pg_stat_statements_reset()", probe)
+        time.sleep(60)
+        asked = {name: (calls, said) for name, calls, said in cluster.psql(count, probe)}
+        for driver, name in names.items():
+            calls, said = asked.get(name, (0, []))
+            assert 2 <= calls <= 8, (driver, said)
