@@ -95,8 +95,9 @@ def _measure(bench: Bench, scenarios: list[Scenario], repeats: int) -> tuple[Res
     def measure(scenario: Scenario, peer: Peer, repeat: int) -> list[Measured]:
         try:
             found = list(scenario.run(bench, peer))
-        except ProgramError as error:
-            failures.append(f"{scenario.name}, {peer.name}, repeat {repeat + 1}: {error}")
+        except Exception as error:  # noqa: BLE001 - reported, and the others are measured
+            said = error if isinstance(error, ProgramError) else repr(error)
+            failures.append(f"{scenario.name}, {peer.name}, repeat {repeat + 1}: {said}")
             print(f"FAILED {failures[-1]}", file=sys.stderr)
             return []
         for measured in found:

@@ -157,7 +157,7 @@ class Claims:
 def _table(bench: Bench, backlog: Backlog, claims: int) -> str:
     """Return a database with the backlog, topped up with what will be claimed."""
     name = f"claims_{backlog.name}"
-    if not bench.cluster.psql("SELECT FROM pg_database WHERE datname = %s", parameters=[name]):
+    if not bench.cluster.psql("SELECT 1 FROM pg_database WHERE datname = %s", parameters=[name]):
         with bench.database(SYNC) as empty:
             bench.cluster.psql(f"CREATE DATABASE {name} TEMPLATE {empty} STRATEGY wal_log")
         columns = f", {backlog.columns}" if backlog.columns else ""

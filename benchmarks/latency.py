@@ -83,8 +83,11 @@ class Pickup:
             background = ("--background", BUSY_RATE, "--busy-ms", BUSY_MS) if self.busy else ()
             sent = bench.call(peer, "produce", database, "--n", n, "--gap", GAP_S, *background)
             if not wait_for(lambda: len(worker.starts) >= n, LOST_AFTER_S):
+                worker.check()
                 lost = n - len(worker.starts)
-                raise ProgramError(f"{peer.name}: {lost} of {n} jobs were not picked up")
+                raise ProgramError(
+                    f"{peer.name}: {lost} of {n} jobs were not picked up\n{worker.said()}"
+                )
         starts = worker.starts
         after = [(starts[seq] - returned) / 1e6 for seq, _, returned in sent]
         for p in (50, 95, 99):

@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy_jobs import Job, metadata
 from sqlalchemy_jobs._store import statements_for
 from sqlalchemy_jobs.lifecycle import Event
+from sqlalchemy_jobs.sqltypes import MARK
 
 from . import jobs_table
 from .protocol import TASK, AsyncProgram, main, no_op, until_told_to_stop
@@ -56,7 +57,7 @@ class Raw(AsyncProgram):
 
     settings = (
         "claims of as many as slots are free, settles batched while the last one is under way, "
-        "two connections; one committed pg_notify an enqueue"
+        "two connections; it listens, and is told of every enqueue"
     )
     finished = jobs_table.FINISHED
     succeeded = jobs_table.SUCCEEDED
@@ -140,6 +141,9 @@ class Loop:
         self.settles = await asyncpg.connect(dsn, server_settings=_FORCE)
         self.listens = await asyncpg.connect(dsn)
         await self.listens.add_listener(CHANNEL, lambda *_: self.woken.set())
+        # The mark of a worker that wants to be told, which this one always does.
+        mark = MARK.replace("channel", "$1::text")
+        await self.listens.fetch(f"SELECT pg_advisory_lock_shared({mark})", CHANNEL)
 
     async def claim(self) -> None:
         """Keep the slots full, for ever."""
