@@ -13,11 +13,14 @@ import pytest
 from sqlalchemy import text
 
 from sqlalchemy_jobs import JobContext, SchemaError, Tasks, enqueue
+from sqlalchemy_jobs._store import Store
 from tests.engines import open_engine
 from tests.workers import ON_POSTGRES, Jobs, Running, jobs_on, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from sqlalchemy import Connection
 
     from tests.postgres import Cluster, Server
 
@@ -169,6 +172,22 @@ def test_a_lost_listener_is_replaced(jobs: Jobs) -> None:
         jobs.wait(again, lambda job: job.status == "succeeded", within=20)
         assert running.log.of("not_listening")
     assert len(running.log.of("ready")) == 1
+
+
+def test_a_listener_proves_itself_rarely(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its start a quiet listener is left alone, for each proof is a statement."""
+    sent: list[str] = []
+    notify = Store.notify
+
+    def counted(self: Store, connection: Connection, channel: str, payload: str) -> None:
+        sent.append(channel)
+        notify(self, connection, channel, payload)
+
+    monkeypatch.setattr(Store, "notify", counted)
+    with jobs.worker(quick_tasks()) as running:
+        running.ready()
+        time.sleep(1)
+    assert len(sent) <= 2
 
 
 def test_foreign_notifications_are_harmless(jobs: Jobs) -> None:
