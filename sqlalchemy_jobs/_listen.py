@@ -425,7 +425,9 @@ class _TaskListener:
             lambda answer: None if sent.done() else sent.set_result(answer),
         )
         try:
-            answer = await asyncio.wait_for(sent, ANSWER_WITHIN)
+            # Not wait_for(): before Python 3.12 it loses a cancellation that comes with the answer.
+            async with asyncio.timeout(ANSWER_WITHIN):
+                answer = await sent
         except TimeoutError:
             return  # the other connection is in trouble; this one is not to blame
         if isinstance(answer, BaseException):

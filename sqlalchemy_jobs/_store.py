@@ -136,20 +136,19 @@ class Store:
         window = self._window
         look = window.look(tasks, command.limit, full=command.full)
         call = statements.claim(self._worker, self._visibility, look, command.limit, channel)
-        rows = _rows(connection, call)
-        leases = [self._lease(row) for row in rows if row.status == Status.RUNNING]
+        # RETURNING has no order of its own.
+        rows = sorted(_rows(connection, call), key=lambda r: (-r.priority, r.run_at, r.id))
+        leases: list[Lease] = []
         for row in rows:
-            if row.status != Status.RUNNING:
+            if row.status == Status.RUNNING:
+                leases.append(self._lease(row))
+            else:
                 _log.error(
                     "job %s (%s) failed: its attempts are spent",
                     row.id,
                     row.task,
                     extra={"event": "exhausted", "job_id": row.id, "task": row.task},
                 )
-        # RETURNING has no order of its own.
-        order = sorted(rows, key=lambda row: (-row.priority, row.run_at, row.id))
-        position = {row.id: place for place, row in enumerate(order)}
-        leases.sort(key=lambda lease: position[lease.job_id])
         if len(rows) >= command.limit:
             window.relax()
             if isinstance(rows[0].run_at, int):

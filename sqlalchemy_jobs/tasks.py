@@ -55,17 +55,44 @@ def check_max_attempts(value: object) -> int:
     return value
 
 
-class Cancelled(threading.Event):
+class Cancelled:
     """Whether an attempt is no longer wanted: ``if job.cancelled: …`` or ``job.cancelled.wait(5)``.
 
     Waiting blocks the thread, so it is for ``def`` handlers; an ``async def`` handler is
     cancelled where it awaits.
     """
 
-    reason: Reason | None = None
+    __slots__ = ("_event", "_set", "reason")
 
-    def __bool__(self) -> bool:
-        return self.is_set()
+    def __init__(self) -> None:
+        self.reason: Reason | None = None
+        self._set = False
+        self._event: threading.Event | None = None  # made when somebody waits: few do
+
+    def set(self) -> None:
+        """Make it true, and end every wait."""
+        with _cancelling:
+            self._set = True
+            event = self._event
+        if event is not None:
+            event.set()
+
+    def is_set(self) -> bool:
+        """Return whether the attempt is no longer wanted."""
+        return self._set
+
+    __bool__ = is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is, or for *timeout* seconds, and return whether it is."""
+        with _cancelling:
+            if self._set:
+                return True
+            event = self._event = self._event or threading.Event()
+        return event.wait(timeout)
+
+
+_cancelling = threading.Lock()
 
 
 class JobContext(Generic[P]):
@@ -96,7 +123,7 @@ class JobContext(Generic[P]):
         self.id = lease.job_id
         self.task = lease.task
         self.payload = payload
-        self.meta = json.loads(lease.meta) if lease.meta else None
+        self.meta = None if lease.meta == "null" else json.loads(lease.meta)
         self.attempt = lease.attempt
         self.max_attempts = lease.max_attempts
         self.deadline = time.monotonic() + lease.timeout if lease.timeout else None

@@ -318,10 +318,10 @@ class AsyncWorker:
     # --- attempts ------------------------------------------------------------------------------
 
     def _start(self, lease: Lease) -> None:
-        attempt = Attempt(lease, self._core.tasks.get(lease.task), self._core.settings)
+        task = self._core.tasks.get(lease.task)
+        attempt = Attempt(lease, task, self._core.settings)
         self._attempts[lease.key] = attempt
         context = self._context_vars.copy()
-        task = self._core.tasks.get(lease.task)
         if task is not None and not task.is_async:
             self._threads.run(lambda: context.run(self._run_in_thread, attempt))
         else:

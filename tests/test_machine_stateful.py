@@ -134,7 +134,7 @@ def search(kind: type[Fleet], examples: int) -> None:
             stateful_step_count=STEPS,
             deadline=None,
             print_blob=True,
-            suppress_health_check=[*HealthCheck.__members__.values()],
+            suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
         ),
     )
 
