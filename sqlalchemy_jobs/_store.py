@@ -135,6 +135,11 @@ class Store:
             return Claimed(())
         window = self._window
         look = window.look(tasks, command.limit, full=command.full)
+        waiting, next_due = 0, None
+        if command.full:
+            # Before the claim: what comes due in between is claimed, or due in no time. After it,
+            # it would be neither, and wait for the next look.
+            waiting, next_due = _rows(connection, statements.outlook(look))[0]
         call = statements.claim(self._worker, self._visibility, look, command.limit, channel)
         # RETURNING has no order of its own.
         rows = sorted(_rows(connection, call), key=lambda r: (-r.priority, r.run_at, r.id))
@@ -159,7 +164,6 @@ class Store:
             return Claimed(tuple(leases), more=True)
         if not command.full:
             return Claimed(tuple(leases))
-        waiting, next_due = _rows(connection, statements.outlook(look))[0]
         more = waiting >= look.window and window.crowded()
         return Claimed(tuple(leases), more=more, next_due=next_due)
 
