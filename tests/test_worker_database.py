@@ -14,6 +14,7 @@ from sqlalchemy import text
 
 from sqlalchemy_jobs import JobContext, SchemaError, Tasks, enqueue
 from sqlalchemy_jobs._store import Store
+from sqlalchemy_jobs.statements import Statements
 from tests.engines import open_engine
 from tests.workers import ON_POSTGRES, Jobs, Running, jobs_on, wait_until
 
@@ -198,6 +199,25 @@ def test_foreign_notifications_are_harmless(jobs: Jobs) -> None:
             jobs.execute("SELECT pg_notify('jobs.jobs', :payload)", payload=payload)
         assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
     assert not running.log.of("not_listening")
+
+
+def test_a_job_that_comes_due_during_a_look_is_not_missed(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a look takes, what comes due meanwhile is found soon, not by the next poll."""
+    outlook = Statements.outlook
+
+    def slow(self: Statements, look: Any) -> Any:
+        time.sleep(0.4)
+        return outlook(self, look)
+
+    monkeypatch.setattr(Statements, "outlook", slow)
+    polls: dict[str, Any] = {"poll_interval": 30, "max_poll_interval": 30, "safety_interval": 30}
+    with jobs.worker(quick_tasks(), **polls) as running:
+        running.ready()
+        for delay in (0.1, 0.3, 0.5):
+            job_id = jobs.enqueue("quick", delay=delay)
+            jobs.wait(job_id, lambda job: job.status == "succeeded", within=15)
 
 
 # --- outages ------------------------------------------------------------------------------------
