@@ -11,6 +11,9 @@ silent enqueuers have committed, and **the look after that** sees their jobs; if
 tries again soon. From then on every enqueuer finds the mark. Locks are seen at once whatever a
 transaction's isolation, which no row could be.
 
+Marks are by task, or rather by one of a few dozen buckets that tasks share, so that workers which
+rest for want of other tasks cost nobody anything.
+
 The mark is given up when a claim leaves jobs behind, and when notifications come thick and fast:
 then the worker looks every few milliseconds for a while instead. Pure: time comes from outside.
 """
@@ -21,7 +24,17 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from ._messages import Claim, Claimed, Event, ListenerChanged, Notified, Rest, Rested, Rouse
+from ._messages import (
+    Claim,
+    Claimed,
+    Event,
+    ListenerChanged,
+    Notified,
+    Rest,
+    Rested,
+    Rouse,
+    TasksChanged,
+)
 
 MANY: Final = 25
 WITHIN: Final = 0.25
@@ -62,7 +75,7 @@ class Bell:
         self._counted = 0
 
     def handle(
-        self, events: Iterable[Event | Rested], now: float
+        self, events: Iterable[Event | Rested | TasksChanged], now: float
     ) -> tuple[list[Event], list[Request]]:
         """Return the machine's events, with looks added, and what the listener is to do."""
         passed: list[Event] = []
@@ -70,6 +83,10 @@ class Bell:
         for event in events:
             if isinstance(event, Rested):
                 self._rested(event, now, passed)
+                continue
+            if isinstance(event, TasksChanged):
+                self._state, self.at = _State.AWAKE, NEVER  # to take the marks that are missing
+                passed.append(Notified())
                 continue
             passed.append(event)
             match event:

@@ -47,9 +47,7 @@ def own_engine(engine: Engine) -> Engine:
     cannot share with its application.
     """
     check_dialect(engine.dialect)
-    if engine.dialect.name == "sqlite" and isinstance(
-        engine.pool, StaticPool | SingletonThreadPool
-    ):
+    if engine.dialect.name == "sqlite" and _is_in_memory(engine):
         message = (
             "a worker needs connections of its own, and an in-memory SQLite database exists for "
             "one only: use a file, as sqlite:///jobs.db"
@@ -66,13 +64,41 @@ def own_engine(engine: Engine) -> Engine:
 
 
 def autocommit(connection: Connection) -> Connection:
-    """Set *connection* up for the worker's statements. Idempotent."""
-    if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+    """Set *connection* up for the worker's statements. Idempotent.
+
+    Whoever turned asyncpg's cache of prepared statements off has a pooler in between, which may
+    send the preparation and the execution of a statement to two servers unless a transaction
+    holds them together. :func:`end_statement` ends it.
+    """
+    level = "READ COMMITTED" if _is_pooled(connection) else "AUTOCOMMIT"
+    if connection.get_execution_options().get("isolation_level") != level:
+        connection = connection.execution_options(isolation_level=level)
     if connection.dialect.name == "postgresql":
         connection.execute(_SETUP).all()
     keep_alive(connection.connection.driver_connection)
+    end_statement(connection)
     return connection
+
+
+def end_statement(connection: Connection) -> None:
+    """Commit what was done with a connection of :func:`autocommit`, if it did not by itself."""
+    if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
+        connection.commit()
+
+
+def _is_pooled(connection: Connection) -> bool:
+    raw = connection.connection.dbapi_connection
+    return getattr(raw, "_prepared_statement_cache", connection) is None
+
+
+def _is_in_memory(engine: Engine) -> bool:
+    database = engine.url.database or ""
+    return (
+        isinstance(engine.pool, StaticPool | SingletonThreadPool)
+        or ":memory:" in database
+        or engine.url.query.get("mode") == "memory"
+        or "mode=memory" in database
+    )
 
 
 def direct_url(engine: Engine, given: str | None) -> URL | None:

@@ -11,7 +11,7 @@ import random
 import socket
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from . import migrations
@@ -35,11 +35,13 @@ from ._messages import (
     Rest,
     Rested,
     Rouse,
+    Settle,
     Settled,
     Start,
     Stop,
     Sweep,
     Swept,
+    TasksChanged,
     Wait,
 )
 from ._store import Store, describe
@@ -155,16 +157,21 @@ class Core:
         """Take the answer to the first look at the database.
 
         Raises it if it is a :class:`~sqlalchemy_jobs.errors.SchemaError`. A database that is away
-        is waited for instead: servers and workers are restarted in any order.
+        is waited for instead: servers and workers are restarted in any order. Only who wants to
+        see what is due now, and return, is told at once.
         """
-        if isinstance(result, SchemaError):
+        if isinstance(result, SchemaError) or (
+            isinstance(result, BaseException) and self.until_idle
+        ):
             raise result
         if isinstance(result, BaseException):
             self.log.unreachable(describe(result))
 
     # --- the loop ------------------------------------------------------------------------------
 
-    def handle(self, events: Sequence[Event | Rested]) -> list[Command | Rest | Rouse]:
+    def handle(
+        self, events: Sequence[Event | Rested | TasksChanged]
+    ) -> list[Command | Rest | Rouse]:
         """Log and count what *events* say and return what the shell is to do."""
         now = time.monotonic()
         passed, requests = self.bell.handle(events, now)
@@ -238,11 +245,17 @@ def settings_of(options: dict[str, Any]) -> WorkerSettings:
     return WorkerSettings(**options)
 
 
-def lane_of(command: DatabaseCommand) -> str:
-    """Return which of the two connections serves *command*.
+LANES: Final = ("claims", "outcomes", "leases")
+"""The worker's connections for its statements."""
 
-    Renewal must not wait behind a slow claim, nor a claim behind a chore.
+
+def lane_of(command: DatabaseCommand) -> str:
+    """Return which connection serves *command*.
+
+    Outcomes are recorded while the next jobs are claimed; and renewal must wait for neither.
     """
+    if isinstance(command, Settle):
+        return "outcomes"
     return "leases" if isinstance(command, Renew | Sweep) else "claims"
 
 

@@ -7,7 +7,7 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ._connections import cut
+from ._connections import cut, end_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,7 @@ class Lane:
                     self._connection = self._engine.connect()
                     self._connection = self._prepare(self._connection)
                 answer = work(self._connection)
+                end_statement(self._connection)
             except BaseException as error:  # noqa: BLE001 - it is the answer
                 answer = error
                 self._drop()

@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ._connections import cut
+from ._connections import cut, end_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,6 +58,7 @@ class Lane:
                         self._connection = await self._engine.connect()
                         await self._connection.run_sync(self._prepare)
                     answer = await self._connection.run_sync(work)
+                    await self._connection.run_sync(end_statement)
                 except Exception as error:  # noqa: BLE001 - it is the answer
                     answer = error
                     await self._drop()

@@ -32,10 +32,10 @@ from sqlalchemy.pool import NullPool
 from ._connections import cut, direct_url, keep_alive, own_engine
 from ._messages import ListenerChanged, Notified, Rested
 from ._store import describe
-from .sqltypes import MARK, SILENT
+from .sqltypes import MARK, SILENT, bucket_of, lock_key
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Callable, Generator
 
     from sqlalchemy import Connection, Engine
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ._messages import Event
 
     Post = Callable[[Event | Rested], object]
+    Steps = Generator[tuple[str, list[Any]], Any, None]
+    Request = Callable[[], Steps]
     Ask = Callable[[Callable[[Connection], Any], Callable[[Any], None]], object]
 
 PROVE_EVERY: Final = 24.0
@@ -50,7 +52,25 @@ ANSWER_WITHIN: Final = 5.0
 """Seconds. Together they notice a silent connection within 30 s at less than three statements a
 minute."""
 
-_OF_CHANNEL: Final = "FROM (SELECT CAST(%s AS text) AS channel) AS bell"
+_MARK: Final = lock_key("CAST(%s AS text)", MARK, "bucket")
+_SILENT: Final = lock_key("CAST(%s AS text)", SILENT, "bucket")
+_GIVEN: Final = "FROM unnest(CAST(%s AS int[])) AS bucket"
+_BUCKETS: Final = (
+    f"SELECT array_agg(DISTINCT {bucket_of('task')}) FROM unnest(CAST(%s AS text[])) AS task"
+)
+_TAKE_MARKS: Final = (
+    f"SELECT array_agg(bucket) FROM (SELECT pg_try_advisory_lock_shared({_MARK}) AS taken, bucket"
+    f" {_GIVEN}) AS marks WHERE taken"
+)
+_DROP_MARKS: Final = f"SELECT count(pg_advisory_unlock_shared({_MARK})) {_GIVEN}"
+_IS_QUIET: Final = (
+    "SELECT count(*) = count(free) FROM (SELECT CASE WHEN pg_try_advisory_lock(key)"
+    f" THEN pg_advisory_unlock(key) END AS free FROM (SELECT {_SILENT} AS key {_GIVEN}) AS keys)"
+    " AS locks"
+)
+
+PROOFS_OF_THE_SUSPECT: Final = 3
+"""After nothing arrived: through a pooler one notification may arrive by luck."""
 
 LONGEST_PAUSE: Final = 30.0
 LONGEST_SILENT_PAUSE: Final = 300.0
@@ -71,9 +91,10 @@ class _Listening:
         self.channel = core.channel
         self.own_channel = f"jobs.probe.{uuid4().hex}"
         self.nonce = ""
-        self.marked = False  # the mark of a resting worker is held
+        self.marked: set[int] = set()  # the buckets whose mark of a resting worker is held
         self._failures = 0
         self._was_up: bool | None = None
+        self.proofs = 1  # how often a new connection must prove itself
         self._warned = False
 
     def unavailable(self, engine: Engine) -> str | None:
@@ -106,26 +127,28 @@ class _Listening:
         self.nonce = nonce = uuid4().hex
         return lambda connection: self.core.store.notify(connection, self.own_channel, nonce)
 
-    def rest_statement(self) -> str:
-        """Return what takes the mark, if it is not held, and asks whether all is quiet.
+    def resting(self) -> Steps:
+        """Take the marks of this worker's tasks, and ask whether all is quiet.
 
-        It answers none: the mark could not be had in this instant; else whether no enqueuer is
-        left that saw no mark and has not committed yet.
+        Yields (statement, parameters) and is sent the value that each gives, if any. Quiet means
+        that no enqueuer is left that saw no mark and has not committed yet.
         """
-        quiet = f"CASE WHEN pg_try_advisory_lock({SILENT}) THEN pg_advisory_unlock({SILENT}) END"
-        quiet = f"coalesce({quiet}, false)"
-        if not self.marked:
-            quiet = f"CASE WHEN pg_try_advisory_lock_shared({MARK}) THEN {quiet} END"
-        return f"SELECT {quiet} {_OF_CHANNEL}"
+        tasks = list(self.core.tasks)
+        buckets: list[int] = (yield _BUCKETS, [tasks]) or []
+        missing = [bucket for bucket in buckets if bucket not in self.marked]
+        if missing:
+            self.marked.update((yield _TAKE_MARKS, [self.channel, missing]) or [])
+        quiet = self.marked.issuperset(buckets) and (yield _IS_QUIET, [self.channel, buckets])
+        self.post(Rested(quiet=quiet is not False))
+        # So that people who look at the server's activity see what the connection is for.
+        yield sql_listen(self.channel), []
 
-    def rested(self, quiet: object) -> None:
-        """Report the answer."""
-        self.marked = self.marked or quiet is not None
-        self.post(Rested(quiet=quiet is True))
-
-    def rouse_statement(self) -> str:
-        """Return what gives up the mark."""
-        return f"SELECT pg_advisory_unlock_shared({MARK}) {_OF_CHANNEL}"
+    def rousing(self) -> Steps:
+        """Give up the marks; as :meth:`resting`."""
+        marked, self.marked = sorted(self.marked), set()
+        if marked:
+            yield _DROP_MARKS, [self.channel, marked]
+            yield sql_listen(self.channel), []
 
     def up(self) -> None:
         """Report that notifications arrive."""
@@ -139,6 +162,8 @@ class _Listening:
     def down(self, error: BaseException) -> float:
         """Report that they do not, and return the pause in seconds before another try."""
         silent = isinstance(error, _SilentError)
+        if silent:
+            self.proofs = PROOFS_OF_THE_SUSPECT
         why = "notifications do not arrive; it polls" if silent else describe(error)
         if not self._warned:
             self._warned = True
@@ -217,10 +242,10 @@ class _ThreadListener:
         self._wake_in, self._wake_out = socket.socketpair()
 
     def rest(self) -> None:
-        self._request(self._rest)
+        self._request(lambda driver: self._carry_out(driver, self._listening.resting()))
 
     def rouse(self) -> None:
-        self._request(self._rouse)
+        self._request(lambda driver: self._carry_out(driver, self._listening.rousing()))
 
     def stop(self) -> None:
         self._stopped.set()
@@ -256,10 +281,13 @@ class _ThreadListener:
             connection.exec_driver_sql(statement)
         self._driver = driver = connection.connection.driver_connection
         keep_alive(driver)
-        self._listening.marked = False
+        self._listening.marked.clear()
         while not self._requests.empty():  # asked of the connection before
             self._requests.get()
         self._prove(driver)
+        for _ in range(self._listening.proofs - 1):
+            self._read(driver, 1.0)
+            self._prove(driver)
         self._listening.up()
         while not self._stopped.is_set():
             self._read(driver, PROVE_EVERY)
@@ -284,15 +312,14 @@ class _ThreadListener:
                     self._wake_out.recv(4096)
         return False
 
-    def _rest(self, driver: Any) -> None:
-        statement = self._listening.rest_statement()
-        (quiet,) = driver.execute(statement, [self._listening.channel]).fetchone()
-        self._listening.rested(quiet)
-
-    def _rouse(self, driver: Any) -> None:
-        if self._listening.marked:
-            self._listening.marked = False
-            driver.execute(self._listening.rouse_statement(), [self._listening.channel])
+    @staticmethod
+    def _carry_out(driver: Any, steps: Steps) -> None:
+        value = None
+        with suppress(StopIteration):
+            while True:
+                statement, parameters = steps.send(value)
+                cursor = driver.execute(statement, parameters)
+                value = cursor.fetchone()[0] if cursor.description else None
 
     def _prove(self, driver: Any) -> None:
         sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -335,14 +362,14 @@ class _TaskListener:
         self._changed = asyncio.Event()
         self._returned = False
         self._lost: BaseException | None = None
-        self._requests: asyncio.Queue[Callable[[_Driver], Awaitable[None]]] = asyncio.Queue()
+        self._requests: asyncio.Queue[Request] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="jobs-listen")
 
     def rest(self) -> None:
-        self._requests.put_nowait(self._rest)
+        self._requests.put_nowait(self._listening.resting)
 
     def rouse(self) -> None:
-        self._requests.put_nowait(self._rouse)
+        self._requests.put_nowait(self._listening.rousing)
 
     def stop(self) -> None:
         self._task.cancel()
@@ -360,7 +387,7 @@ class _TaskListener:
                     keep_alive(found)
                     driver = _driver(found)(found, self._hear, self._end)
                     await driver.listen(self._listening)
-                    self._listening.marked = False
+                    self._listening.marked.clear()
                     self._requests = asyncio.Queue()  # nothing that was asked of another one
                     servant = asyncio.create_task(self._serve(driver), name="jobs-listen-requests")
                     await self._watch()
@@ -387,22 +414,19 @@ class _TaskListener:
     async def _serve(self, driver: _Driver) -> None:
         try:
             while True:
-                work = await self._requests.get()
-                await work(driver)
+                steps = (await self._requests.get())()
+                value = None
+                with suppress(StopIteration):
+                    while True:
+                        value = await driver.ask(*steps.send(value))
         except Exception as error:  # noqa: BLE001 - the connection is replaced
             self._end(error)
 
-    async def _rest(self, driver: _Driver) -> None:
-        statement = self._listening.rest_statement()
-        self._listening.rested(await driver.ask(statement, self._listening.channel))
-
-    async def _rouse(self, driver: _Driver) -> None:
-        if self._listening.marked:
-            self._listening.marked = False
-            await driver.ask(self._listening.rouse_statement(), self._listening.channel)
-
     async def _watch(self) -> None:
         await self._prove()
+        for _ in range(self._listening.proofs - 1):
+            await self._wait(1.0)
+            await self._prove()
         self._listening.up()
         while True:
             await self._wait(PROVE_EVERY)
@@ -458,7 +482,7 @@ class _Driver(ABC):
         """Subscribe, and report notifications and the connection's end."""
 
     @abstractmethod
-    async def ask(self, statement: str, parameter: str) -> Any:
+    async def ask(self, statement: str, parameters: list[Any]) -> Any:
         """Return the single value that *statement* gives."""
 
     def close(self) -> None:
@@ -474,9 +498,10 @@ class _Asyncpg(_Driver):
         for channel in (listening.channel, listening.own_channel):
             await self.raw.add_listener(channel, self._notified)
 
-    async def ask(self, statement: str, parameter: str) -> Any:
-        statement = statement.replace("%s", "$1")
-        return await self.raw.fetchval(statement, parameter, timeout=ANSWER_WITHIN)
+    async def ask(self, statement: str, parameters: list[Any]) -> Any:
+        for number in range(1, len(parameters) + 1):
+            statement = statement.replace("%s", f"${number}", 1)
+        return await self.raw.fetchval(statement, *parameters, timeout=ANSWER_WITHIN)
 
     def _closed(self, connection: object) -> None:  # noqa: ARG002 - the driver's signature
         self._end(ConnectionError("it was closed"))
@@ -492,14 +517,14 @@ class _Psycopg(_Driver):
             await self.raw.execute(statement)
         self._resume()
 
-    async def ask(self, statement: str, parameter: str) -> Any:
+    async def ask(self, statement: str, parameters: list[Any]) -> Any:
         # Reading holds the connection; what arrives meanwhile is kept by the driver.
         if self.reader is not None:
             self.reader.cancel()
             await asyncio.wait({self.reader})
         async with asyncio.timeout(ANSWER_WITHIN):
-            cursor = await self.raw.execute(statement, [parameter])
-            (value,) = await cursor.fetchone()
+            cursor = await self.raw.execute(statement, parameters)
+            value = (await cursor.fetchone())[0] if cursor.description else None
         self._resume()
         return value
 

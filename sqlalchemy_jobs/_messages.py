@@ -26,6 +26,7 @@ class Lease:
     task: str = field(default="", compare=False)
     max_attempts: int = field(default=3, compare=False)
     timeout: float | None = field(default=None, compare=False)  # seconds; None: no limit
+    failures: int | None = field(default=None, compare=False)  # before; None: attempt - 1
     waited: float = field(default=0.0, compare=False)  # seconds from run_at to the claim
     payload: str = field(default="null", compare=False, repr=False)  # JSON text, not yet parsed
     meta: str = field(default="null", compare=False, repr=False)  # JSON text, not yet parsed
@@ -33,6 +34,11 @@ class Lease:
     @property
     def key(self) -> Key:
         return (self.job_id, self.attempt)
+
+    @property
+    def tries(self) -> int:
+        """The attempts that count, this one included: not those that were given back."""
+        return self.attempt if self.failures is None else self.failures + 1
 
     @property
     def last(self) -> bool:
@@ -257,6 +263,11 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class StopRequested:
     """Take no more jobs, let the running ones end, then stop."""
+
+
+@dataclass(frozen=True, slots=True)
+class TasksChanged:
+    """A task was registered; a worker that rests is not marked for it yet."""
 
 
 @dataclass(frozen=True, slots=True)

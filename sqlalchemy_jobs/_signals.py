@@ -42,6 +42,8 @@ def stop_by_signal(stop: Callable[[], object]) -> Generator[None, None, None]:
     try:
         yield
     finally:
+        if asked_at is not None:  # the other half of a signal that came twice may be on its way
+            time.sleep(max(0.0, asked_at + SAME_SIGNAL - time.monotonic()))
         for number, handler in before.items():
             # None: it was not installed from Python, and cannot be put back from it either.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -18,6 +18,7 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
+    case,
     cast,
     column,
     func,
@@ -103,11 +104,12 @@ class SqliteStatements(Statements):
     def _outlook(self) -> Executable:
         row = self.table.c
         known, _ = self._known()
-        coming = and_(row.run_at > db_now(), row.run_at <= db_after(literal_column(str(HORIZON))))
-        # A single writer locks nothing from anybody: the window is never crowded.
+        due = row.run_at <= db_now()
+        horizon = row.run_at <= db_after(literal_column(str(HORIZON)))
         return select(
-            literal_column("0", Integer), func.min(seconds_since(db_now(), row.run_at))
-        ).where(known, coming)
+            func.coalesce(func.sum(case((due, 1), else_=0)), 0),
+            func.min(case((~due, seconds_since(db_now(), row.run_at)))),
+        ).where(known, horizon)
 
     def renew(self, worker: str, visibility: float, leases: Sequence[Lease]) -> list[Call]:
         return [

@@ -31,7 +31,7 @@ from ._messages import (
 from ._statements_sqlite import SqliteStatements
 from ._window import Window
 from .errors import UnsupportedDatabaseError
-from .lifecycle import Status
+from .lifecycle import KEPT_ERRORS, Status
 from .statements import Statements
 
 if TYPE_CHECKING:
@@ -135,11 +135,6 @@ class Store:
             return Claimed(())
         window = self._window
         look = window.look(tasks, command.limit, full=command.full)
-        waiting, next_due = 0, None
-        if command.full:
-            # Before the claim: what comes due in between is claimed, or due in no time. After it,
-            # it would be neither, and wait for the next look.
-            waiting, next_due = _rows(connection, statements.outlook(look))[0]
         call = statements.claim(self._worker, self._visibility, look, command.limit, channel)
         # RETURNING has no order of its own.
         rows = sorted(_rows(connection, call), key=lambda r: (-r.priority, r.run_at, r.id))
@@ -164,8 +159,13 @@ class Store:
             return Claimed(tuple(leases), more=True)
         if not command.full:
             return Claimed(tuple(leases))
-        more = waiting >= look.window and window.crowded()
-        return Claimed(tuple(leases), more=more, next_due=next_due)
+        waiting, next_due = _rows(connection, statements.outlook(look))[0]
+        if waiting >= look.window and window.crowded():
+            return Claimed(tuple(leases), more=True)
+        pause = window.left(waiting)
+        if pause is not None:
+            next_due = pause if next_due is None else min(next_due, pause)
+        return Claimed(tuple(leases), next_due=next_due)
 
     def _lease(self, row: Row[Any]) -> Lease:
         task = self._tasks.get(row.task)
@@ -180,6 +180,8 @@ class Store:
             task=row.task,
             max_attempts=row.max_attempts,
             timeout=timeout if timeout > 0 else None,
+            # The list is bounded; by then any back-off has reached its end.
+            failures=row.failures if row.failures < KEPT_ERRORS else None,
             waited=max(0.0, row.waited or 0.0),  # null: no time at all, on SQLite
             payload=row.payload,
             meta=row.meta or "null",

@@ -61,21 +61,21 @@ def judge(
         case _ if reason is Reason.SHUTDOWN:
             return Outcome.released(lease, duration)
         case Snooze():
-            return Outcome.snoozed(lease, _chosen_delay(error, lease.attempt), duration)
+            return Outcome.snoozed(lease, _chosen_delay(error, lease.tries), duration)
         case RetryAfter():
-            wait = _chosen_delay(error, lease.attempt)
+            wait = _chosen_delay(error, lease.tries)
             return Outcome.raised(lease, describe(error), wait, duration)
         case PermanentJobError() | PayloadError():
             return Outcome.failed(lease, describe(error), duration)
         case _:
-            wait = next_delay(_backoff(task, settings), lease.attempt)
+            wait = next_delay(_backoff(task, settings), lease.tries)
             return Outcome.raised(lease, describe(error), wait, duration)
 
 
 def timed_out(lease: Lease, task: Task | None, settings: WorkerSettings) -> Outcome:
     """Return the outcome of an attempt whose time is up."""
     error = f"TimeoutError: the attempt took longer than its timeout of {lease.timeout:g} s"
-    wait = next_delay(_backoff(task, settings), lease.attempt)
+    wait = next_delay(_backoff(task, settings), lease.tries)
     return Outcome.raised(lease, error, wait, lease.timeout or 0.0)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from ._connections import autocommit, own_engine
+from ._connections import autocommit, end_statement, own_engine
 from ._messages import Renew, Renewed
 from ._store import describe
 
@@ -121,6 +121,7 @@ class Watchdog:
             async with asyncio.timeout(max(1.0, self._every)), engine.connect() as connection:
                 await connection.run_sync(autocommit)
                 answer = await connection.run_sync(self._core.store.perform, command)
+                await connection.run_sync(end_statement)
         finally:
             await engine.dispose()
         assert isinstance(answer, Renewed)

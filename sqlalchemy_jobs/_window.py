@@ -23,6 +23,9 @@ from typing import Final, TypeAlias
 
 PRIORITIES: Final = (2, 1, 0, -1, -2)
 WIDEST: Final = 16
+FIRST_PAUSE: Final = 0.005
+LONGEST_PAUSE: Final = 1.0
+"""Seconds between looks for jobs that are due and cannot be had."""
 
 Queue: TypeAlias = tuple[str, int]
 """A task and a priority."""
@@ -45,6 +48,7 @@ class Window:
 
     def __init__(self) -> None:
         self._factor = 2
+        self._pause = FIRST_PAUSE
         self._after: dict[Queue, tuple[int, int]] = {}
         self._in_use: frozenset[Queue] | None = None  # None: not known
 
@@ -85,6 +89,18 @@ class Window:
             return False
         self._factor *= 2
         return True
+
+    def left(self, waiting: int) -> float | None:
+        """Return the pause before another look for due jobs that a claim left; None for none left.
+
+        They came due just after the claim, and are there for the taking; or somebody has locked
+        them, perhaps for long, and looking more and more rarely is enough.
+        """
+        if not waiting:
+            self._pause = FIRST_PAUSE
+            return None
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        return pause
 
     def relax(self) -> None:
         """A claim got all that it asked for: narrow the window."""

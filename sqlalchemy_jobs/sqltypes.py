@@ -10,7 +10,7 @@ from datetime import UTC as _UTC
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import JSON, BigInteger, DateTime, Float, TypeDecorator
+from sqlalchemy import JSON, BigInteger, DateTime, Float, Integer, TypeDecorator
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import NullType
@@ -180,6 +180,27 @@ def _(element: errors_appended, compiler: SQLCompiler, **kw: Any) -> str:
     )
 
 
+class errors_kept(FunctionElement[int]):  # noqa: N801 - reads as an SQL function
+    """How many errors a list has; none if somebody edited it into something else."""
+
+    type = Integer()
+    inherit_cache = True
+
+
+@compiles(errors_kept, "postgresql")
+def _(element: errors_kept, compiler: SQLCompiler, **kw: Any) -> str:
+    errors = compiler.process(element.clauses, **kw)
+    return (
+        f"CASE WHEN jsonb_typeof({errors}) = 'array' THEN jsonb_array_length({errors}) ELSE 0 END"
+    )
+
+
+@compiles(errors_kept, "sqlite")
+def _(element: errors_kept, compiler: SQLCompiler, **kw: Any) -> str:
+    errors = compiler.process(element.clauses, **kw)
+    return f"CASE WHEN json_valid({errors}) THEN json_array_length({errors}) ELSE 0 END"
+
+
 class microseconds(FunctionElement[int]):  # noqa: N801 - reads as an SQL function
     """A time as whole microseconds since 1970, exactly; times before are taken as 1970."""
 
@@ -209,15 +230,27 @@ def _(element: at_microseconds, compiler: SQLCompiler, **kw: Any) -> str:
     )
 
 
-MARK: Final = "hashtextextended(channel, 1)"
-"""The key of the advisory lock that resting workers hold; *channel* is a column or a parameter."""
+BUCKETS: Final = 64
+"""Tasks share so many marks: a worker of many tasks holds no more locks than that."""
 
-SILENT: Final = "hashtextextended(channel, 2)"
-"""The key of the lock that enqueuers hold who found no mark, until their transaction ends."""
+MARK: Final = 1
+SILENT: Final = 2
+"""Which lock of a bucket: the one that resting workers hold, and the one that enqueuers hold who
+found no mark, until their transaction ends."""
+
+
+def bucket_of(task: str) -> str:
+    """Return, as SQL, the bucket of a task."""
+    return f"(hashtext({task}) & {BUCKETS - 1})"
+
+
+def lock_key(channel: str, which: int, bucket: str) -> str:
+    """Return, as SQL, the key of an advisory lock."""
+    return f"((hashtextextended({channel}, {which}) & -{BUCKETS}) | {bucket})"
 
 
 class told(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
-    """Notify (channel, payload) if a worker rests; see ``_bell`` for why none can be missed.
+    """Notify (channel, task) if a worker of the task rests; ``_bell`` says why none is missed.
 
     Looked for twice: the second time under the lock that a worker, once it has taken the mark,
     waits for. The first spares that lock where somebody rests anyway. To hold the mark's own lock
@@ -231,7 +264,7 @@ class told(FunctionElement[Any]):  # noqa: N801 - reads as an SQL function
 @compiles(told, "postgresql")
 def _(element: told, compiler: SQLCompiler, **kw: Any) -> str:
     channel, payload = (compiler.process(clause, **kw) for clause in element.clauses)
-    mark, silent = (key.replace("channel", channel) for key in (MARK, SILENT))
+    mark, silent = (lock_key(channel, which, bucket_of(payload)) for which in (MARK, SILENT))
     tell = f"pg_notify({channel}, {payload})"
     nobody = f"CASE WHEN pg_try_advisory_lock({mark}) THEN pg_advisory_unlock({mark}) END"
     return (

@@ -29,7 +29,7 @@ from sqlalchemy import Engine
 
 from ._attempts import Attempt
 from ._connections import own_engine
-from ._core import Core, Summary, lane_of, settings_of
+from ._core import LANES, Core, Summary, lane_of, settings_of
 from ._lane import Lane
 from ._listen import listen_in_thread
 from ._messages import (
@@ -52,6 +52,7 @@ from ._messages import (
     Stop,
     StopRequested,
     Sweep,
+    TasksChanged,
     Wait,
 )
 from ._signals import stop_by_signal
@@ -98,7 +99,9 @@ class Worker:
         self._engine = engine
         self._tasks = tasks
         self._core = Core(engine, table_of(job_class), tasks, settings_of(dict(options)))
-        self._inbox: queue.SimpleQueue[Event | Rested | BaseException] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Event | Rested | TasksChanged | BaseException] = (
+            queue.SimpleQueue()
+        )
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._lanes: dict[str, Lane] = {}
         self._thread: threading.Thread | None = None
@@ -124,7 +127,9 @@ class Worker:
         shutdown timeout. A second signal ends the process at once. With *until_idle* it returns
         when nothing is due and nothing runs.
 
-        Raises :class:`SchemaError` if the table is missing or older than this release.
+        Raises :class:`SchemaError` if the table is missing or older than this release. A database
+        that cannot be reached is waited for, but with *until_idle* its error is raised at the
+        start.
         """
         with self._started(until_idle=until_idle), stop_by_signal(self.stop):
             self._loop()
@@ -167,10 +172,13 @@ class Worker:
             self._attempts.clear()
             self._threads = Threads(core.settings.concurrency, "jobs-handler")
             self._context_vars = contextvars.copy_context()
-            self._lanes = {name: self._new_lane(name) for name in ("claims", "leases")}
+            self._lanes = {name: self._new_lane(name) for name in LANES}
             self._check_schema()
             wake = partial(self._inbox.put, Notified())
-            undo += [register(core.channel, wake), self._tasks.watch(wake)]
+            undo += [
+                register(core.channel, wake),
+                self._tasks.watch(partial(self._inbox.put, TasksChanged())),
+            ]
             self._listener = listen_in_thread(self._engine, core, self._inbox.put, self._ask)
             undo.append(self._listener.stop)
             yield
@@ -204,7 +212,7 @@ class Worker:
             self._failure = error
 
     def _loop(self) -> None:
-        events: list[Event | Rested] = []
+        events: list[Event | Rested | TasksChanged] = []
         while True:
             until = time.monotonic()
             for command in self._core.handle(events):
@@ -217,9 +225,9 @@ class Worker:
                         self._carry_out(command)
             events = self._next_events(until)
 
-    def _next_events(self, until: float) -> list[Event | Rested]:
+    def _next_events(self, until: float) -> list[Event | Rested | TasksChanged]:
         """Wait for an event, and take along all that are there: they are decided together."""
-        events: list[Event | Rested] = []
+        events: list[Event | Rested | TasksChanged] = []
         try:
             event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             while True:

@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from ._attempts import Attempt
 from ._connections import own_engine
-from ._core import Core, Summary, lane_of, settings_of
+from ._core import LANES, Core, Summary, lane_of, settings_of
 from ._lane_async import Lane
 from ._listen import listen_in_task
 from ._messages import (
@@ -51,6 +51,7 @@ from ._messages import (
     Stop,
     StopRequested,
     Sweep,
+    TasksChanged,
     Wait,
 )
 from ._signals import stop_by_signal
@@ -99,7 +100,7 @@ class AsyncWorker:
         self._tasks = tasks
         table = table_of(job_class)
         self._core = Core(engine.sync_engine, table, tasks, settings_of(dict(options)))
-        self._events: list[Event | Rested] = []
+        self._events: list[Event | Rested | TasksChanged] = []
         self._waiter: asyncio.Future[None] | None = None
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._lanes: dict[str, Lane] = {}
@@ -126,7 +127,9 @@ class AsyncWorker:
         shutdown timeout. A second signal ends the process at once. With *until_idle* it returns
         when nothing is due and nothing runs. Cancelling it stops it in the same bounded way.
 
-        Raises :class:`SchemaError` if the table is missing or older than this release.
+        Raises :class:`SchemaError` if the table is missing or older than this release. A database
+        that cannot be reached is waited for, but with *until_idle* its error is raised at the
+        start.
         """
         async with self._started(until_idle=until_idle):
             with stop_by_signal(self.stop):
@@ -180,13 +183,13 @@ class AsyncWorker:
             self._attempts = {}
             self._threads = Threads(core.settings.concurrency, "jobs-handler")
             self._context_vars = contextvars.copy_context()
-            self._lanes = {name: self._new_lane(name) for name in ("claims", "leases")}
+            self._lanes = {name: self._new_lane(name) for name in LANES}
             await self._check_schema()
             wake = partial(self._post_from_anywhere, Notified())
             self._listener = listen_in_task(self._engine, core, self._post, self._ask)
             undo += [
                 register(core.channel, wake),
-                self._tasks.watch(wake),
+                self._tasks.watch(partial(self._post_from_anywhere, TasksChanged())),
                 self._listener.stop,
                 Watchdog(self._engine, core, self._post_from_anywhere, self._culprit).stop,
             ]
@@ -223,7 +226,7 @@ class AsyncWorker:
             self._failure = error
 
     async def _loop(self) -> None:
-        events: list[Event | Rested] = []
+        events: list[Event | Rested | TasksChanged] = []
         try:
             while True:
                 until = time.monotonic()
@@ -239,7 +242,7 @@ class AsyncWorker:
         finally:
             self._leave_stuck_tasks()
 
-    async def _next_events(self, until: float) -> list[Event | Rested]:
+    async def _next_events(self, until: float) -> list[Event | Rested | TasksChanged]:
         """Wait for an event, and take along all that are there: they are decided together."""
         if not self._events:
             self._waiter = self._event_loop.create_future()
@@ -253,7 +256,7 @@ class AsyncWorker:
         events, self._events = self._events, []
         return events
 
-    def _post(self, event: Event | Rested) -> None:
+    def _post(self, event: Event | Rested | TasksChanged) -> None:
         self._events.append(event)
         self._ring()
 
@@ -261,7 +264,7 @@ class AsyncWorker:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _post_from_anywhere(self, event: Event | Rested) -> None:
+    def _post_from_anywhere(self, event: Event | Rested | TasksChanged) -> None:
         if self._running:
             # Also from the loop's own thread: a signal's handler interrupts the loop's sleep
             # there, and only this ends it.
@@ -370,6 +373,7 @@ class AsyncWorker:
             if runner is not None and not runner.done():
                 runner.cancel()
                 with suppress(Exception):
+                    runner._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001
                     asyncio._unregister_task(runner)  # noqa: SLF001 - there is no public way
 
     def _culprit(self, task: asyncio.Task[object] | None) -> str | None:

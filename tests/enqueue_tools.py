@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
@@ -69,6 +69,13 @@ FINISHED_OR_NOT = {
 """How a pending job is brought into each state of its life."""
 
 
+TAKE_ALL_MARKS: Final = (
+    "SELECT pg_advisory_lock_shared((hashtextextended(%s, 1) & -64) | bucket)"
+    " FROM generate_series(0, 63) AS bucket"
+)
+"""What marks a connection as that of a worker that rests, whatever its tasks."""
+
+
 class Heard:
     """What workers were told: by notifications of PostgreSQL, and within this process."""
 
@@ -81,8 +88,8 @@ class Heard:
         if connection is not None:
             connection.add_notify_handler(lambda notice: self._notified.append(notice.payload))
             connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-            # The mark of a worker that rests: one that looks anyway need not be notified.
-            connection.execute("SELECT pg_advisory_lock_shared(hashtextextended(%s, 1))", [channel])
+            # The marks of workers that rest: who looks anyway need not be notified.
+            connection.execute(TAKE_ALL_MARKS, [channel])
 
     def wake(self) -> None:
         """Count a wake-up within this process."""

@@ -28,6 +28,7 @@ from sqlalchemy_jobs._messages import (
     Tick,
 )
 from sqlalchemy_jobs._target import table_of
+from tests.enqueue_tools import TAKE_ALL_MARKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -281,7 +282,7 @@ def test_an_enqueuer_notifies_only_while_somebody_rests(
         listener.execute(f'LISTEN "{channel}"'.encode())
         with sync_engine.begin() as connection:
             enqueue(connection, "quiet")
-        listener.execute("SELECT pg_advisory_lock_shared(hashtextextended(%s, 1))", [channel])
+        listener.execute(TAKE_ALL_MARKS, [channel])
         with sync_engine.begin() as connection:
             enqueue(connection, "loud")
         heard = [notice.payload for notice in listener.notifies(timeout=30, stop_after=1)]

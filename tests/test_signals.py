@@ -21,6 +21,19 @@ print(f"asked {len(asked)} times", flush=True)
 """
 
 
+LEAVING = """
+import os, signal, threading, time
+from sqlalchemy_jobs._signals import stop_by_signal
+
+asked = threading.Event()
+with stop_by_signal(asked.set):
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    asked.wait()
+print("left in order", flush=True)
+"""
+
+
 def run(*pauses: float) -> subprocess.CompletedProcess[str]:
     """Run the program, which signals itself after each of the pauses."""
     command = [sys.executable, "-c", PROGRAM, *map(str, pauses)]
@@ -44,3 +57,10 @@ def test_a_signal_that_comes_twice_at_once_asks_once() -> None:
     """A program that signals a process and its group means it once."""
     done = run(0, 0)
     assert (done.returncode, done.stdout) == (0, "asked 1 times\n")
+
+
+def test_the_other_half_of_a_signal_does_not_meet_the_restored_handlers() -> None:
+    """An idle worker, which stops at once, still waits for the second of two quick signals."""
+    command = [sys.executable, "-c", LEAVING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "left in order\n")

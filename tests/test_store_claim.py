@@ -15,6 +15,7 @@ from sqlalchemy_jobs._messages import Claim, Claimed, Outcome, Settle
 from sqlalchemy_jobs._store import check_dialect, statements_for
 from sqlalchemy_jobs._window import WIDEST
 from sqlalchemy_jobs.errors import UnsupportedDatabaseError
+from sqlalchemy_jobs.lifecycle import KEPT_ERRORS
 from sqlalchemy_jobs.tasks import Tasks
 from tests.engines import open_engine
 from tests.rows import JOBS, WORKER, Hand, Queue, nothing, open_queue, tasks_named
@@ -212,6 +213,29 @@ def test_an_open_bound_becomes_the_tasks_own_at_the_first_claim(queue: Queue) ->
         given: 9,
     }
     assert [queue.row(i)["max_attempts"] for i in (open_a, open_b, given)] == [5, 1, 9]
+
+
+def test_a_claim_says_how_often_the_job_has_failed(queue: Queue) -> None:
+    """Failed attempts count, those that were given back do not, and beyond a bound nobody counts."""
+    queue.add(max_attempts=100)
+    hand = Hand(queue)
+
+    def failures(end: Any) -> int | None:
+        (lease,) = hand(Claim(1)).leases
+        hand(Settle((end(lease),)))
+        failed: int | None = lease.failures
+        return failed
+
+    ends = [
+        partial(Outcome.snoozed, delay=0.0),
+        partial(Outcome.raised, error="ValueError", delay=0.0),
+        Outcome.released,
+        partial(Outcome.raised, error="ValueError", delay=0.0),
+    ]
+    assert [failures(end) for end in ends] == [0, 0, 1, 1]
+    for _ in range(KEPT_ERRORS - 2):
+        failures(ends[1])
+    assert failures(ends[0]) is None
 
 
 def test_a_bound_is_settled_once(queue: Queue) -> None:

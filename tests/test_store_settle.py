@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy_jobs._channel import channel_of
 from sqlalchemy_jobs._messages import Chore, Claim, Lease, Outcome, Renew, Settle, Sweep
 from sqlalchemy_jobs.lifecycle import KEPT_ERRORS, MOVES, OUTCOMES, Event
+from tests.enqueue_tools import TAKE_ALL_MARKS
 from tests.rows import JOBS, WORKER, Hand, Queue, foretold, open_queue
 
 if TYPE_CHECKING:
@@ -365,8 +366,8 @@ def test_exactly_the_moves_to_pending_are_told(database: Database, sync_engine: 
     with open_queue(sync_engine) as queue, database.cluster.connect(database.name) as listener:
         channel = channel_of(queue.connection, JOBS)
         listener.execute(f'LISTEN "{channel}"'.encode())
-        # The mark of a worker that rests: one that looks anyway need not be notified.
-        listener.execute("SELECT pg_advisory_lock_shared(hashtextextended(%s, 1))", [channel])
+        # The marks of workers that rest: who looks anyway need not be notified.
+        listener.execute(TAKE_ALL_MARKS, [channel])
 
         def heard() -> list[tuple[str, str]]:
             queue.run("SELECT pg_notify(:channel, 'end')", channel=channel)

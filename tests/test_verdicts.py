@@ -65,6 +65,13 @@ def test_raising_anything_is_retried_by_the_backoff(error: BaseException) -> Non
     assert last.error == first.error
 
 
+def test_the_backoff_counts_failures_and_not_attempts_that_were_given_back() -> None:
+    """A job that snoozed seven times and then fails for the first time waits as after one."""
+    lease = Lease(1, 8, task="t", max_attempts=10, timeout=5.0, failures=0)
+    assert judged(ValueError("x"), lease).delay == 10.0
+    assert verdicts.timed_out(lease, None, SETTINGS).delay == 10.0
+
+
 def test_the_verdicts_of_a_handler() -> None:
     """A handler chooses the end, the delay, or to have its attempt back, by what it raises."""
     assert judged(PermanentJobError("no")).event is Event.FAIL

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from sqlalchemy_jobs._messages import Claim, Claimed
 from sqlalchemy_jobs._store import Store
-from sqlalchemy_jobs._window import PRIORITIES, WIDEST, Window
+from sqlalchemy_jobs._window import FIRST_PAUSE, LONGEST_PAUSE, PRIORITIES, WIDEST, Window
 from sqlalchemy_jobs.settings import WorkerSettings
 from tests.rows import JOBS, tasks_named
 
@@ -99,6 +99,18 @@ def test_the_width_doubles_up_to_its_end_and_shrinks_again() -> None:
     assert width() == 2
 
 
+def test_jobs_that_cannot_be_had_are_looked_for_more_and_more_rarely() -> None:
+    """What came due just after a claim is found at once; what a stranger locks costs little."""
+    window = Window()
+    assert window.left(0) is None
+    pauses = [window.left(1) for _ in range(12)]
+    assert pauses[0] == FIRST_PAUSE
+    assert pauses == sorted(pauses, key=lambda pause: pause or 0)
+    assert pauses[-1] == LONGEST_PAUSE
+    assert window.left(0) is None
+    assert window.left(3) == FIRST_PAUSE
+
+
 # --- the window and the store, against a model of the queue ------------------------------------
 
 
@@ -127,6 +139,7 @@ class Row(NamedTuple):
     attempts: int = 1
     max_attempts: int = 3
     timeout_s: float | None = None
+    failures: int = 0
     waited: float = 0.0
     payload: str = "null"
     meta: str = "null"

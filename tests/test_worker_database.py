@@ -10,9 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.ext.asyncio import create_async_engine
 
-from sqlalchemy_jobs import JobContext, SchemaError, Tasks, enqueue
+from sqlalchemy_jobs import AsyncWorker, JobContext, SchemaError, Tasks, Worker, enqueue
 from sqlalchemy_jobs._store import Store
 from sqlalchemy_jobs.statements import Statements
 from tests.engines import open_engine
@@ -319,6 +321,21 @@ def test_workers_wait_for_a_database_that_comes_later(own_cluster: Cluster) -> N
         error = refused.failed()
         assert isinstance(error, SchemaError)
         assert "alembic upgrade head" in str(error)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_a_run_until_idle_does_not_wait_for_a_database(driver: str) -> None:
+    """Who wants what is due now to be run, a cron job say, is told that there is no database."""
+    url = f"postgresql+{driver}://nobody@127.0.0.1:9/none"
+    error: BaseException | None = None
+    try:
+        if driver == "psycopg":
+            Worker(create_engine(url), quick_tasks()).run(until_idle=True)
+        else:
+            await AsyncWorker(create_async_engine(url), quick_tasks()).run(until_idle=True)
+    except (OSError, OperationalError) as raised:
+        error = raised
+    assert error is not None
 
 
 # --- upkeep -------------------------------------------------------------------------------------

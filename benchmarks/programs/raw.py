@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy_jobs import Job, metadata
 from sqlalchemy_jobs._store import statements_for
 from sqlalchemy_jobs.lifecycle import Event
-from sqlalchemy_jobs.sqltypes import MARK
+from sqlalchemy_jobs.sqltypes import MARK, bucket_of, lock_key
 
 from . import jobs_table
 from .protocol import TASK, AsyncProgram, main, no_op, until_told_to_stop
@@ -142,8 +142,8 @@ class Loop:
         self.listens = await asyncpg.connect(dsn)
         await self.listens.add_listener(CHANNEL, lambda *_: self.woken.set())
         # The mark of a worker that wants to be told, which this one always does.
-        mark = MARK.replace("channel", "$1::text")
-        await self.listens.fetch(f"SELECT pg_advisory_lock_shared({mark})", CHANNEL)
+        mark = lock_key("$1::text", MARK, bucket_of("$2::text"))
+        await self.listens.fetch(f"SELECT pg_advisory_lock_shared({mark})", CHANNEL, TASK)
 
     async def claim(self) -> None:
         """Keep the slots full, for ever."""
