@@ -216,7 +216,7 @@ def test_an_open_bound_becomes_the_tasks_own_at_the_first_claim(queue: Queue) ->
 
 
 def test_a_claim_says_how_often_the_job_has_failed(queue: Queue) -> None:
-    """Failed attempts count, those that were given back do not, and beyond a bound nobody counts."""
+    """Failed attempts count, those given back do not, and beyond a bound nobody counts."""
     queue.add(max_attempts=100)
     hand = Hand(queue)
 
