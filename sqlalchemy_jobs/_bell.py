@@ -128,7 +128,7 @@ class Bell:
         if event.more:
             if event.leases:
                 self._rouse(requests)
-        elif self._full and self._state is _State.AWAKE:
+        elif self._full and event.sure and self._state is _State.AWAKE:
             if now < self._warm_until:
                 self.at = now + WARM_LOOK
             else:

@@ -253,7 +253,7 @@ class Machine:
         self._found_nothing = False
         if event.leases:
             self._pause = self.timing.poll_interval
-        if self._look_again or (not event.more and not full):
+        if self._look_again or (not event.more and not (full and event.sure)):
             self._look_at, self._fresh = now, True
         elif event.more:  # all that was seen may have been locked by others: do not spin
             self._look_at = now if event.leases else now + SHORTEST_LOOK

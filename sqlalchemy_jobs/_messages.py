@@ -203,11 +203,13 @@ class Claimed:
     """The answer to :class:`Claim`.
 
     *more*: other due jobs may be waiting. *next_due*: seconds until the earliest job that is
-    pending but not yet due; None if there is none or nobody asked, because there is more.
+    pending but not yet due; None if there is none or nobody asked, because there is more. *sure*:
+    nothing else is due; if not, the answer was given at once, before that was known.
     """
 
     leases: tuple[Lease, ...]
     more: bool = False
+    sure: bool = True
     next_due: float | None = None
 
 

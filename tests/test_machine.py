@@ -959,6 +959,15 @@ def test_expired_leases_are_recovered_every_minute(make: MakeRig) -> None:
     assert done[Chore.PRUNE] == [3960, 7920]
 
 
+def test_an_answer_that_is_not_sure_is_followed_by_a_full_look(make: MakeRig) -> None:
+    """What was claimed starts before it is known what is left, and then the worker looks again."""
+    rig = make(concurrency=3)
+    rig.tell(Tick())
+    said = rig.claimed(lease(1), sure=False)
+    assert only(said, Start) == [Start(lease(1))]
+    assert only(said, Claim) == [Claim(2, full=True)]
+
+
 def test_a_full_batch_is_followed_by_the_next_at_once(make: MakeRig) -> None:
     """A chore goes on until its batch is not full any more."""
     rig = make()

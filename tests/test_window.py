@@ -129,20 +129,38 @@ class Job(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the claim returns."""
+    """What the claim returns, in its order."""
 
     id: int
+    status: str
     task: str
+    attempts: int
+    max_attempts: int
+    timeout_s: float | None
     priority: int
+    failures: int
+    payload: str
+    meta: str
     run_at: int
-    status: str = "running"
-    attempts: int = 1
-    max_attempts: int = 3
-    timeout_s: float | None = None
-    failures: int = 0
-    waited: float = 0.0
-    payload: str = "null"
-    meta: str = "null"
+    waited: float
+
+    @classmethod
+    def of(cls, job: Job) -> Row:
+        """Return the row of a job that was claimed."""
+        return cls(
+            job.id,
+            "running",
+            job.task,
+            1,
+            3,
+            None,
+            job.priority,
+            0,
+            "null",
+            "null",
+            job.run_at,
+            0.0,
+        )
 
 
 @dataclass
@@ -179,7 +197,7 @@ class ModelQueue:
             free = [job for job in self.heads(look) if job.id not in self.locked][:limit]
             for job in free:
                 del self.jobs[job.id]
-            return [Row(*job) for job in reversed(free)]
+            return [Row.of(job) for job in reversed(free)]
 
         return perform, {}
 
