@@ -15,16 +15,18 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_jobs import AsyncWorker, JobContext, SchemaError, Tasks, Worker, enqueue
+from sqlalchemy_jobs._connections import autocommit
 from sqlalchemy_jobs._store import Store
 from sqlalchemy_jobs.statements import Statements
-from tests.engines import open_engine
+from tests.engines import open_async_engine, open_engine
 from tests.workers import ON_POSTGRES, Jobs, Running, jobs_on, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Engine
 
+    from tests.conftest import Database
     from tests.postgres import Cluster, Server
 
 
@@ -416,3 +418,41 @@ def test_an_idle_worker_hardly_asks(cluster: Server) -> None:
         for driver, name in names.items():
             calls, said = asked.get(name, (0, []))
             assert 2 <= calls <= 8, (driver, said)
+
+
+# --- poolers ------------------------------------------------------------------------------------
+
+
+async def test_without_prepared_statements_each_statement_is_a_transaction(
+    database: Database, sync_engine: Engine
+) -> None:
+    """Whoever turned asyncpg's caches off has a pooler, which a transaction keeps to one server."""
+    options = {"statement_cache_size": 0, "prepared_statement_cache_size": 0}
+    begun: list[str] = []
+    async with open_async_engine(database.url("asyncpg"), connect_args=options) as engine:
+        jobs = Jobs("psycopg", database.url("psycopg"), sync_engine)
+        async with AsyncWorker(engine, quick_tasks(), listen=False, poll_interval=0.1):
+            assert (await asyncio.to_thread(jobs.finished, jobs.enqueue("quick"))).attempts == 1
+            for _ in range(20):
+                begun += [row.state for row in jobs.execute(OWN_STATES)]
+                await asyncio.sleep(0.01)
+    async with open_async_engine(database.url("asyncpg")) as engine, engine.connect() as connection:
+        assert await connection.run_sync(lambda c: level(autocommit(c))) == "AUTOCOMMIT"
+    async with (
+        open_async_engine(database.url("asyncpg"), connect_args=options) as engine,
+        engine.connect() as connection,
+    ):
+        assert await connection.run_sync(lambda c: level(autocommit(c))) == "READ COMMITTED"
+        assert not connection.in_transaction()
+    assert begun.count("idle") > len(begun) / 2, "none is left in a transaction"
+
+
+OWN_STATES = (
+    "SELECT state FROM pg_stat_activity WHERE datname = current_database()"
+    " AND pid <> pg_backend_pid() AND query NOT LIKE '%pg_stat_activity%'"
+)
+
+
+def level(connection: Connection) -> Any:
+    """The isolation level that was set on a connection."""
+    return connection.get_execution_options().get("isolation_level")
