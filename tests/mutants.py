@@ -273,7 +273,7 @@ MUTANTS: Final = (
     ),
     machine(
         "an empty answer from memory is believed",
-        "        if self._look_again or (not event.more and not full):\n",
+        "        if self._look_again or (not event.more and not (full and event.sure)):\n",
         "        if self._look_again:\n",
     ),
     machine(
