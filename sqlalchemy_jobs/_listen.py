@@ -1,4 +1,4 @@
-"""LISTEN on a connection of its own, per driver.
+"""LISTEN on a connection of its own: what the listeners of both workers know and say.
 
 A listener subscribes to the channel of the jobs table and to one of its own, over which it proves
 itself: a nonce sent through the worker's ordinary connection must come back. That one test finds a
@@ -12,24 +12,11 @@ with it, whatever ends it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import queue
 import random
-import select
-import socket
-import threading
-import time
-from abc import ABC, abstractmethod
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
-from sqlalchemy import create_engine
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool
-
-from ._connections import cut, direct_url, keep_alive, own_engine
 from ._messages import ListenerChanged, Notified, Rested
 from ._store import describe
 from .sqltypes import MARK, SILENT, bucket_of, lock_key
@@ -78,11 +65,11 @@ LONGEST_SILENT_PAUSE: Final = 300.0
 _log = logging.getLogger("sqlalchemy_jobs")
 
 
-class _SilentError(Exception):
+class SilentError(Exception):
     """LISTEN was accepted and nothing arrives."""
 
 
-class _Listening:
+class Listening:
     """What both kinds of listener know: their channels, and what they have said already."""
 
     def __init__(self, core: Core, post: Post) -> None:
@@ -161,7 +148,7 @@ class _Listening:
 
     def down(self, error: BaseException) -> float:
         """Report that they do not, and return the pause in seconds before another try."""
-        silent = isinstance(error, _SilentError)
+        silent = isinstance(error, SilentError)
         if silent:
             self.proofs = PROOFS_OF_THE_SUSPECT
         why = "notifications do not arrive; it polls" if silent else describe(error)
@@ -204,344 +191,13 @@ class Listener(Protocol):
         """End it."""
 
 
-class _NoListener:
+class NoListener:
     """There are no notifications, so nobody rests."""
 
     def rest(self) -> None:
         pass
 
     rouse = stop = rest
-
-
-# --- sync: psycopg in a thread ----------------------------------------------------------------
-
-
-def listen_in_thread(engine: Engine, core: Core, post: Post, ask: Ask) -> Listener:
-    """Listen in a thread. *ask* does a piece of work with the worker's ordinary connection."""
-    listening = _Listening(core, post)
-    why = listening.unavailable(engine)
-    if why is not None:
-        post(ListenerChanged(up=False, reason=why))
-        return _NoListener()
-    listener = _ThreadListener(engine, listening, ask)
-    threading.Thread(target=listener.run, name="jobs-listen", daemon=True).start()
-    return listener
-
-
-class _ThreadListener:
-    """One thread reads, and does what is asked of the connection in between."""
-
-    def __init__(self, engine: Engine, listening: _Listening, ask: Ask) -> None:
-        url = direct_url(engine, listening.core.settings.direct_url)
-        self._engine = own_engine(engine) if url is None else create_engine(url, poolclass=NullPool)
-        self._listening = listening
-        self._ask = ask
-        self._stopped = threading.Event()
-        self._driver: Any = None
-        self._requests: queue.SimpleQueue[Callable[[Any], None]] = queue.SimpleQueue()
-        self._wake_in, self._wake_out = socket.socketpair()
-
-    def rest(self) -> None:
-        self._request(lambda driver: self._carry_out(driver, self._listening.resting()))
-
-    def rouse(self) -> None:
-        self._request(lambda driver: self._carry_out(driver, self._listening.rousing()))
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._request(lambda _: None)
-        cut(self._driver)
-
-    def _request(self, work: Callable[[Any], None]) -> None:
-        self._requests.put(work)
-        with suppress(OSError):
-            self._wake_in.send(b"x")
-
-    def run(self) -> None:
-        while not self._stopped.is_set():
-            try:
-                with self._engine.connect() as connection:
-                    try:
-                        self._listen(connection)
-                    finally:
-                        self._driver = None
-                        connection.invalidate()
-            except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
-                if not self._stopped.is_set():
-                    self._stopped.wait(self._listening.down(error))
-            finally:
-                with suppress(Exception):
-                    self._engine.dispose()
-        self._wake_in.close()
-        self._wake_out.close()
-
-    def _listen(self, connection: Connection) -> None:
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        for statement in self._listening.statements():
-            connection.exec_driver_sql(statement)
-        self._driver = driver = connection.connection.driver_connection
-        keep_alive(driver)
-        self._listening.marked.clear()
-        while not self._requests.empty():  # asked of the connection before
-            self._requests.get()
-        self._prove(driver)
-        for _ in range(self._listening.proofs - 1):
-            self._read(driver, 1.0)
-            self._prove(driver)
-        self._listening.up()
-        while not self._stopped.is_set():
-            self._read(driver, PROVE_EVERY)
-            self._prove(driver)
-
-    def _read(self, driver: Any, seconds: float) -> bool:
-        """Take notifications, and do what is asked, for so long or until the nonce comes back."""
-        until = time.monotonic() + seconds
-        while not self._stopped.is_set():
-            while not self._requests.empty():
-                self._requests.get()(driver)
-            # Also what came while a request was done: it waits in the driver, not in the socket.
-            notices = list(driver.notifies(timeout=0))
-            if sum(self._listening.heard(n.channel, n.payload) for n in notices):
-                return True
-            left = until - time.monotonic()
-            if left <= 0:
-                break
-            if self._requests.empty():
-                ready, _, _ = select.select([driver.fileno(), self._wake_out], [], [], left)
-                if self._wake_out in ready:
-                    self._wake_out.recv(4096)
-        return False
-
-    @staticmethod
-    def _carry_out(driver: Any, steps: Steps) -> None:
-        value = None
-        with suppress(StopIteration):
-            while True:
-                statement, parameters = steps.send(value)
-                cursor = driver.execute(statement, parameters)
-                value = cursor.fetchone()[0] if cursor.description else None
-
-    def _prove(self, driver: Any) -> None:
-        sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ask(self._listening.new_probe(), sent.put)
-        try:
-            answer = sent.get(timeout=ANSWER_WITHIN)
-        except queue.Empty:
-            return  # the other connection is in trouble; this one is not to blame
-        if isinstance(answer, BaseException) or self._stopped.is_set():
-            return
-        if not self._read(driver, ANSWER_WITHIN) and not self._stopped.is_set():
-            raise _SilentError
-
-
-# --- async: asyncpg and psycopg ---------------------------------------------------------------
-
-
-def listen_in_task(engine: AsyncEngine, core: Core, post: Post, ask: Ask) -> Listener:
-    """Listen in a task of the running loop. *ask* works with the worker's ordinary connection."""
-    listening = _Listening(core, post)
-    why = listening.unavailable(engine.sync_engine)
-    if why is not None:
-        post(ListenerChanged(up=False, reason=why))
-        return _NoListener()
-    return _TaskListener(engine, listening, ask)
-
-
-class _TaskListener:
-    """A task watches the connection; what is asked of it is done one by one by another."""
-
-    def __init__(self, engine: AsyncEngine, listening: _Listening, ask: Ask) -> None:
-        url = direct_url(engine.sync_engine, listening.core.settings.direct_url)
-        self._engine = (
-            AsyncEngine(own_engine(engine.sync_engine))
-            if url is None
-            else create_async_engine(url, poolclass=NullPool)
-        )
-        self._listening = listening
-        self._ask = ask
-        self._changed = asyncio.Event()
-        self._returned = False
-        self._lost: BaseException | None = None
-        self._requests: asyncio.Queue[Request] = asyncio.Queue()
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="jobs-listen")
-
-    def rest(self) -> None:
-        self._requests.put_nowait(self._listening.resting)
-
-    def rouse(self) -> None:
-        self._requests.put_nowait(self._listening.rousing)
-
-    def stop(self) -> None:
-        self._task.cancel()
-
-    async def _run(self) -> None:
-        while True:
-            servant: asyncio.Task[None] | None = None
-            driver: _Driver | None = None
-            self._lost, self._returned = None, False
-            try:
-                connection = await self._engine.connect()
-                try:
-                    raw = await connection.get_raw_connection()
-                    found = raw.driver_connection
-                    keep_alive(found)
-                    driver = _driver(found)(found, self._hear, self._end)
-                    await driver.listen(self._listening)
-                    self._listening.marked.clear()
-                    self._requests = asyncio.Queue()  # nothing that was asked of another one
-                    servant = asyncio.create_task(self._serve(driver), name="jobs-listen-requests")
-                    await self._watch()
-                finally:
-                    if servant is not None:
-                        servant.cancel()
-                    if driver is not None:
-                        driver.close()
-                    with suppress(Exception):
-                        await connection.invalidate()
-                        await connection.close()
-            except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
-                await asyncio.sleep(self._listening.down(error))
-
-    def _hear(self, channel: str, payload: str) -> None:
-        if self._listening.heard(channel, payload):
-            self._returned = True
-            self._changed.set()
-
-    def _end(self, error: BaseException) -> None:
-        self._lost = error
-        self._changed.set()
-
-    async def _serve(self, driver: _Driver) -> None:
-        try:
-            while True:
-                steps = (await self._requests.get())()
-                value = None
-                with suppress(StopIteration):
-                    while True:
-                        value = await driver.ask(*steps.send(value))
-        except Exception as error:  # noqa: BLE001 - the connection is replaced
-            self._end(error)
-
-    async def _watch(self) -> None:
-        await self._prove()
-        for _ in range(self._listening.proofs - 1):
-            await self._wait(1.0)
-            await self._prove()
-        self._listening.up()
-        while True:
-            await self._wait(PROVE_EVERY)
-            await self._prove()
-
-    async def _wait(self, seconds: float) -> None:
-        """Wait so long, or until something changed. Raises what ended the connection."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        self._changed.clear()
-        if self._lost is not None:
-            raise self._lost
-
-    async def _prove(self) -> None:
-        sent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._returned = False
-        self._ask(
-            self._listening.new_probe(),
-            lambda answer: None if sent.done() else sent.set_result(answer),
-        )
-        try:
-            # Not wait_for(): before Python 3.12 it loses a cancellation that comes with the answer.
-            async with asyncio.timeout(ANSWER_WITHIN):
-                answer = await sent
-        except TimeoutError:
-            return  # the other connection is in trouble; this one is not to blame
-        if isinstance(answer, BaseException):
-            return
-        until = time.monotonic() + ANSWER_WITHIN
-        while not self._returned:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise _SilentError
-            await self._wait(left)
-        if self._lost is None:  # the nonce may have come before the answer that it was sent
-            self._changed.clear()
-
-
-class _Driver(ABC):
-    """The few things that the two async drivers do differently."""
-
-    def __init__(
-        self, raw: Any, hear: Callable[[str, str], None], end: Callable[[BaseException], None]
-    ) -> None:
-        self.raw = raw
-        self.reader: asyncio.Task[None] | None = None
-        self._hear = hear
-        self._end = end
-
-    @abstractmethod
-    async def listen(self, listening: _Listening) -> None:
-        """Subscribe, and report notifications and the connection's end."""
-
-    @abstractmethod
-    async def ask(self, statement: str, parameters: list[Any]) -> Any:
-        """Return the single value that *statement* gives."""
-
-    def close(self) -> None:
-        """End the connection at once; a polite end would wait for a peer that may be gone."""
-        if self.reader is not None:
-            self.reader.cancel()
-        cut(self.raw)
-
-
-class _Asyncpg(_Driver):
-    async def listen(self, listening: _Listening) -> None:
-        self.raw.add_termination_listener(self._closed)
-        for channel in (listening.channel, listening.own_channel):
-            await self.raw.add_listener(channel, self._notified)
-
-    async def ask(self, statement: str, parameters: list[Any]) -> Any:
-        for number in range(1, len(parameters) + 1):
-            statement = statement.replace("%s", f"${number}", 1)
-        return await self.raw.fetchval(statement, *parameters, timeout=ANSWER_WITHIN)
-
-    def _closed(self, connection: object) -> None:  # noqa: ARG002 - the driver's signature
-        self._end(ConnectionError("it was closed"))
-
-    def _notified(self, connection: object, pid: int, channel: str, payload: str) -> None:  # noqa: ARG002 - the driver's signature
-        self._hear(channel, payload)
-
-
-class _Psycopg(_Driver):
-    async def listen(self, listening: _Listening) -> None:
-        await self.raw.set_autocommit(True)
-        for statement in listening.statements():
-            await self.raw.execute(statement)
-        self._resume()
-
-    async def ask(self, statement: str, parameters: list[Any]) -> Any:
-        # Reading holds the connection; what arrives meanwhile is kept by the driver.
-        if self.reader is not None:
-            self.reader.cancel()
-            await asyncio.wait({self.reader})
-        async with asyncio.timeout(ANSWER_WITHIN):
-            cursor = await self.raw.execute(statement, parameters)
-            value = (await cursor.fetchone())[0] if cursor.description else None
-        self._resume()
-        return value
-
-    def _resume(self) -> None:
-        self.reader = asyncio.get_running_loop().create_task(self._read(), name="jobs-notifies")
-
-    async def _read(self) -> None:
-        try:
-            async for notice in self.raw.notifies():
-                self._hear(notice.channel, notice.payload)
-            self._end(ConnectionError("it was closed"))
-        except Exception as error:  # noqa: BLE001 - reported to the watcher
-            self._end(error)
-
-
-def _driver(raw: Any) -> type[_Asyncpg | _Psycopg]:
-    return _Asyncpg if hasattr(raw, "add_termination_listener") else _Psycopg
 
 
 def sql_listen(channel: str) -> str:

@@ -31,7 +31,7 @@ from ._attempts import Attempt
 from ._connections import own_engine
 from ._core import LANES, Core, Summary, lane_of, settings_of
 from ._lane import Lane
-from ._listen import listen_in_thread
+from ._listen_thread import listen_in_thread
 from ._messages import (
     Abort,
     Broke,

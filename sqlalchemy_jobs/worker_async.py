@@ -30,7 +30,7 @@ from ._attempts import Attempt
 from ._connections import own_engine
 from ._core import LANES, Core, Summary, lane_of, settings_of
 from ._lane_async import Lane
-from ._listen import listen_in_task
+from ._listen_async import listen_in_task
 from ._messages import (
     Abort,
     Broke,

@@ -25,7 +25,8 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     # here; a name that does not exist yet does no harm.
     ("__init__",),
     ("worker", "worker_async"),
-    ("_watchdog", "_listen", "_lane", "_lane_async"),
+    ("_watchdog", "_listen_thread", "_listen_async", "_lane", "_lane_async"),
+    ("_listen",),
     ("_core", "_bell", "_attempts", "_joblog", "_signals", "_threads"),
     ("_connections",),
     ("session", "_verdicts"),
