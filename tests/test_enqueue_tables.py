@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,11 +13,14 @@ from sqlalchemy.schema import CreateSchema
 
 from sqlalchemy_jobs import (
     AsyncJobSession,
+    AsyncWorker,
     Job,
     JobMixin,
     JobSession,
     NewJob,
     SchemaError,
+    Tasks,
+    Worker,
     cancel,
     enqueue,
     enqueue_async,
@@ -69,6 +73,44 @@ def _make_work(engine: Engine) -> None:
             connection.execute(CreateSchema("My-Jobs", if_not_exists=True))
             Base.metadata.drop_all(connection)
         Base.metadata.create_all(connection)
+
+
+def _own_tasks(ran: list[Any]) -> Tasks:
+    tasks = Tasks()
+    tasks.register(lambda job: ran.append(job.payload), "note", max_attempts=7)
+    return tasks
+
+
+def test_the_sync_worker_runs_jobs_of_an_own_class(sync_engine: Engine) -> None:
+    """A worker that is given the class serves its table, is woken for it, and no other."""
+    _make_work(sync_engine)
+    ran: list[Any] = []
+    with WorkSession(sync_engine) as session, session.begin():
+        job_id = session.enqueue("note", 1)
+        enqueue(session, "note", "elsewhere", job_class=Job)
+    assert Worker(sync_engine, _own_tasks(ran), job_class=Work).run(until_idle=True).succeeded == 1
+    with Worker(sync_engine, _own_tasks(ran), job_class=Work, poll_interval=0.2):
+        with sync_engine.begin() as connection:
+            enqueue(connection, "note", 2, job_class=Work)
+        until = time.monotonic() + 20
+        while len(ran) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+    assert ran == [1, 2]
+    with WorkSession(sync_engine) as session:
+        job = session.get_one(Work, job_id)
+        assert (job.status, job.max_attempts, job.tenant) == ("succeeded", 7, "nobody")
+
+
+async def test_the_async_worker_runs_jobs_of_an_own_class(async_engine: AsyncEngine) -> None:
+    """The async worker likewise."""
+    async with async_engine.connect() as connection:
+        await connection.run_sync(lambda c: _make_work(c.engine))
+    ran: list[Any] = []
+    async with AsyncWorkSession(async_engine) as session, session.begin():
+        await session.enqueue("note", 1)
+    worker = AsyncWorker(async_engine, _own_tasks(ran), job_class=Work)
+    assert (await worker.run(until_idle=True)).succeeded == 1
+    assert ran == [1]
 
 
 def test_jobs_of_an_own_class_go_to_its_table(sync_engine: Engine) -> None:

@@ -8,10 +8,10 @@ from sqlalchemy import inspect
 from sqlalchemy.exc import NoSuchTableError
 
 from sqlalchemy_jobs.errors import SchemaError
-from sqlalchemy_jobs.models import SCHEMA
+from sqlalchemy_jobs.models import SCHEMA, renamed
 
 from . import versions
-from ._support import TABLE, actual_schema
+from ._support import TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -25,7 +25,7 @@ def check_schema(connection: Connection, table: Table) -> str:
     Raises :class:`~sqlalchemy_jobs.errors.SchemaError`, which names the command to run, if the
     database lacks the table or a column of it. Looks where ``schema_translate_map`` points.
     """
-    schema = actual_schema(connection, table.schema)
+    schema = renamed(connection, table.schema)
     name = f"{schema}.{table.name}" if schema else table.name
     database = connection.engine.url.database or ":memory:"
     try:

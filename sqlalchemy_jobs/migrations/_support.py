@@ -9,13 +9,12 @@ from sqlalchemy import inspect
 from sqlalchemy.schema import CreateSchema
 
 from sqlalchemy_jobs.errors import UnsupportedDatabaseError
-from sqlalchemy_jobs.models import SCHEMA
+from sqlalchemy_jobs.models import SCHEMA, renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from alembic.runtime.migration import MigrationContext
-    from sqlalchemy import Connection
 
 TABLE: Final = "jobs"
 VERSION_TABLE: Final = "jobs_alembic_version"
@@ -57,18 +56,9 @@ def configured_schema() -> str | None:
 def create_schema(context: MigrationContext, schema: str | None) -> None:
     """Make the schema if the database has schemas and lacks this one."""
     if not context.as_sql and context.connection is not None:
-        schema = actual_schema(context.connection, schema)
+        schema = renamed(context.connection, schema)
     if schema is None or context.dialect.name != "postgresql":
         return
     # Looked up first: IF NOT EXISTS needs the right to create schemas even if there is one.
     if context.as_sql or not inspect(context.connection).has_schema(schema):
         context.impl.execute(CreateSchema(schema, if_not_exists=True))
-
-
-def actual_schema(connection: Connection, schema: str | None) -> str | None:
-    """Return the schema that *schema* stands for on this connection."""
-    renamed: dict[str | None, str | None] = {}
-    if connection.dialect.name == "sqlite":
-        renamed[SCHEMA] = None
-    renamed.update(connection.get_execution_options().get("schema_translate_map") or {})
-    return renamed.get(schema, schema)
