@@ -48,10 +48,11 @@ class Lane:
         self._abandoned = True
         self._cut()
         self._server.cancel()
+        self._work.put_nowait(None)  # a driver may lose the cancellation; see _listen_async
 
     async def _serve(self) -> None:
         try:
-            while (item := await self._work.get()) is not None:
+            while (item := await self._work.get()) is not None and not self._abandoned:
                 work, done = item
                 try:
                     if self._connection is None:

@@ -53,8 +53,9 @@ class _TaskListener:
         self._ask = ask
         self._changed = asyncio.Event()
         self._returned = False
+        self._stopped = False
         self._lost: BaseException | None = None
-        self._requests: asyncio.Queue[Request] = asyncio.Queue()
+        self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="jobs-listen")
 
     def rest(self) -> None:
@@ -64,13 +65,18 @@ class _TaskListener:
         self._requests.put_nowait(self._listening.rousing)
 
     def stop(self) -> None:
+        # Cancelling is not enough: drivers use asyncio.wait_for, which before Python 3.12 loses a
+        # cancellation that comes together with its answer.
+        self._stopped = True
+        self._end(asyncio.CancelledError())
         self._task.cancel()
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopped:
             servant: asyncio.Task[None] | None = None
             driver: _Driver | None = None
             self._lost, self._returned = None, False
+            requests: asyncio.Queue[Request | None] = asyncio.Queue()
             try:
                 connection = await self._engine.connect()
                 try:
@@ -80,12 +86,15 @@ class _TaskListener:
                     driver = _driver(found)(found, self._hear, self._end)
                     await driver.listen(self._listening)
                     self._listening.marked.clear()
-                    self._requests = asyncio.Queue()  # nothing that was asked of another one
-                    servant = asyncio.create_task(self._serve(driver), name="jobs-listen-requests")
+                    self._requests = requests  # nothing that was asked of another one
+                    servant = asyncio.create_task(
+                        self._serve(driver, requests), name="jobs-listen-requests"
+                    )
                     await self._watch()
                 finally:
                     if servant is not None:
                         servant.cancel()
+                        requests.put_nowait(None)
                     if driver is not None:
                         driver.close()
                     with suppress(Exception):
@@ -103,10 +112,10 @@ class _TaskListener:
         self._lost = error
         self._changed.set()
 
-    async def _serve(self, driver: _Driver) -> None:
+    async def _serve(self, driver: _Driver, requests: asyncio.Queue[Request | None]) -> None:
         try:
-            while True:
-                steps = (await self._requests.get())()
+            while (request := await requests.get()) is not None:
+                steps = request()
                 value = None
                 with suppress(StopIteration):
                     while True:
