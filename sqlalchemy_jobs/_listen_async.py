@@ -54,6 +54,7 @@ class _TaskListener:
         self._changed = asyncio.Event()
         self._returned = False
         self._stopped = False
+        self._may_cancel = False
         self._lost: BaseException | None = None
         self._requests: asyncio.Queue[Request | None] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._run(), name="jobs-listen")
@@ -65,11 +66,13 @@ class _TaskListener:
         self._requests.put_nowait(self._listening.rousing)
 
     def stop(self) -> None:
-        # Cancelling is not enough: drivers use asyncio.wait_for, which before Python 3.12 loses a
-        # cancellation that comes together with its answer.
+        # Cancelled only where no driver is at work: before Python 3.12 asyncio.wait_for, which they
+        # use, loses a cancellation that comes with its answer, and a cancelled connect leaves a
+        # connection behind. Elsewhere the flag is looked at.
         self._stopped = True
-        self._end(asyncio.CancelledError())
-        self._task.cancel()
+        self._changed.set()
+        if self._may_cancel:
+            self._task.cancel()
 
     async def _run(self) -> None:
         while not self._stopped:
@@ -90,8 +93,11 @@ class _TaskListener:
                     servant = asyncio.create_task(
                         self._serve(driver, requests), name="jobs-listen-requests"
                     )
-                    await self._watch()
+                    if not self._stopped:
+                        self._may_cancel = True
+                        await self._watch()
                 finally:
+                    self._may_cancel = False
                     if servant is not None:
                         servant.cancel()
                         requests.put_nowait(None)
@@ -101,7 +107,10 @@ class _TaskListener:
                         await connection.invalidate()
                         await connection.close()
             except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
-                await asyncio.sleep(self._listening.down(error))
+                if not self._stopped:
+                    self._may_cancel = True
+                    await asyncio.sleep(self._listening.down(error))
+                    self._may_cancel = False
 
     def _hear(self, channel: str, payload: str) -> None:
         if self._listening.heard(channel, payload):
@@ -194,6 +203,9 @@ class _Driver(ABC):
 
 
 class _Asyncpg(_Driver):
+    def close(self) -> None:
+        self.raw.terminate()
+
     async def listen(self, listening: Listening) -> None:
         self.raw.add_termination_listener(self._closed)
         for channel in (listening.channel, listening.own_channel):
