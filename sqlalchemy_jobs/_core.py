@@ -19,7 +19,7 @@ from ._bell import Bell
 from ._channel import channel_of
 from ._connections import autocommit
 from ._joblog import COUNTED, JobLog
-from ._machine import Machine, Timing
+from ._machine import Machine, Timing, kind_of
 from ._messages import (
     Abort,
     Broke,
@@ -212,7 +212,7 @@ class Core:
             case Swept(chore):
                 self._healed(chore)
             case Broke(command, error):
-                kind = _kind(command)
+                kind = kind_of(command)
                 self._broken[kind] = self._broken.get(kind, 0) + 1
                 self.log.broke(kind, self._broken[kind], error)
             case ListenerChanged() if not self._said_ready:
@@ -257,7 +257,3 @@ def lane_of(command: DatabaseCommand) -> str:
     if isinstance(command, Settle):
         return "outcomes"
     return "leases" if isinstance(command, Renew | Sweep) else "claims"
-
-
-def _kind(command: DatabaseCommand) -> str:
-    return str(getattr(command, "chore", type(command).__name__.lower()))

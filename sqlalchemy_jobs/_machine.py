@@ -340,7 +340,7 @@ class Machine:
         return self.timing.prune_interval
 
     def _back_off(self, event: Broke, now: float) -> None:
-        kind = _kind(event.command)
+        kind = kind_of(event.command)
         flight = self._flights.get(kind)
         if flight is None or flight.command is not event.command:
             return
@@ -465,7 +465,7 @@ class Machine:
         return False
 
     def _launch(self, command: DatabaseCommand, now: float, commands: list[Command]) -> None:
-        self._flights[_kind(command)] = _Flight(command, now)
+        self._flights[kind_of(command)] = _Flight(command, now)
         commands.append(command)
 
     def _next_event(self, now: float) -> float:
@@ -491,7 +491,8 @@ class Machine:
         return until
 
 
-def _kind(command: DatabaseCommand) -> str:
+def kind_of(command: DatabaseCommand) -> str:
+    """Return which kind of command this is: at most one of each is in flight."""
     match command:
         case Claim():
             return "claim"
