@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +20,11 @@ from sqlalchemy_jobs import (
     requeue,
     requeue_async,
 )
-from tests.engines import make_empty_tables, open_engine
 from tests.enqueue_tools import FINISHED_OR_NOT, change, counted, rows
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-    from tests.conftest import Database
 
 CANCELLABLE = ["pending", "delayed", "waiting for a retry", "running"]
 REQUEUEABLE = ["failed", "cancelled"]
@@ -105,55 +101,6 @@ def test_both_follow_the_callers_transaction(sync_engine: Engine) -> None:
     assert rows(sync_engine.url, Job.status) == ["pending", "failed"]
 
 
-def test_one_taken_key_does_not_stop_nine_others(sync_engine: Engine) -> None:
-    """Of ten failed jobs, the one whose key a new job holds is left out, and that one is kept."""
-    ids = _enqueue(sync_engine, *(f"k{i}" for i in range(10)))
-    change(sync_engine.url, "UPDATE {jobs} SET status = 'failed'")
-    (newer,) = _enqueue(sync_engine, "k4")
-    with JobSession(sync_engine) as session, session.begin():
-        with counted(sync_engine) as sent:
-            assert sorted(requeue(session, ids)) == [*ids[:4], *ids[5:]]
-        assert len([statement for statement in sent if "UPDATE" in statement]) == 1
-        assert requeue(session, ids[4]) == []
-        session.enqueue("the transaction goes on")
-    found = dict(rows(sync_engine.url, Job.id, Job.status))
-    assert found.pop(ids[4]) == "failed"
-    assert set(found.values()) == {"pending"}
-    assert newer in found
-
-
-def test_of_two_with_one_key_the_older_is_requeued(sync_engine: Engine) -> None:
-    """Both had the key one after the other; one gets it, the rest of the bulk is not harmed."""
-    ids: list[int] = []
-    for key in ("same", "other", "same", None):
-        ids += _enqueue(sync_engine, key)
-        change(sync_engine.url, "UPDATE {jobs} SET status = 'failed'")
-    with JobSession(sync_engine) as session, session.begin():
-        session.enqueue("before")
-        assert sorted(requeue(session, ids)) == [ids[0], ids[1], ids[3]]
-        session.enqueue("after")
-    assert rows(sync_engine.url, Job.status)[:4] == ["pending", "pending", "failed", "pending"]
-    assert rows(sync_engine.url, Job.task)[4:] == ["before", "after"]
-
-
-def test_a_key_taken_in_this_moment_is_waited_for(database: Database) -> None:
-    """If another transaction commits the key while we wait, the job is left out."""
-    make_empty_tables(database.url("psycopg"))
-    with open_engine(database.url("psycopg")) as engine:
-        ids = _enqueue(engine, "a", "k")
-        change(engine.url, "UPDATE {jobs} SET status = 'failed'")
-        with JobSession(engine) as holder, JobSession(engine) as session:
-            holder.enqueue("holder", idempotency_key="k")
-            with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(requeue, session, ids)
-                while not _blocked(database):
-                    assert not waiting.done()
-                holder.commit()
-                assert waiting.result(60) == ids[:1]
-            session.commit()
-        assert rows(engine.url, Job.status) == ["pending", "failed", "pending"]
-
-
 def test_forty_thousand_ids_are_one_parameter(sync_engine: Engine) -> None:
     """More jobs than a statement may have parameters are cancelled and requeued at once."""
     with JobSession(sync_engine) as session, session.begin():
@@ -210,22 +157,3 @@ def test_objects_in_the_session_see_the_change_when_refreshed(sync_engine: Engin
         cancel(session, job.id)
         session.refresh(job)
         assert job.status == "cancelled"
-
-
-def test_a_plain_update_to_pending_meets_the_same_rule(sync_engine: Engine) -> None:
-    """Whoever moves rows by hand is stopped by the unique index, not by a worker."""
-    _enqueue(sync_engine, "k")
-    change(sync_engine.url, "UPDATE {jobs} SET status = 'failed'")
-    _enqueue(sync_engine, "k")
-    with pytest.raises(Exception, match=r"jobs_idempotency_key|UNIQUE"):
-        change(sync_engine.url, "UPDATE {jobs} SET status = 'pending' WHERE status = 'failed'")
-    assert rows(sync_engine.url, Job.status) == ["failed", "pending"]
-
-
-def _blocked(database: Database) -> bool:
-    with database.cluster.connect() as connection:
-        waiting = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = %s",
-            [database.name],
-        ).fetchone()
-    return waiting != (0,)
