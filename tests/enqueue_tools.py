@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -12,14 +13,19 @@ from sqlalchemy import create_engine, event, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import NullPool
 
-from sqlalchemy_jobs import Job
+from sqlalchemy_jobs import AsyncJobSession, Job, JobSession
 from sqlalchemy_jobs._channel import channel_of
 from sqlalchemy_jobs._wake import register
+from tests.engines import open_async_engine, open_engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from sqlalchemy import URL, Engine
+
+    from tests.workers import Jobs
+
+Returned = TypeVar("Returned")
 
 _END = "end of the test"
 
@@ -161,6 +167,26 @@ def connections_opened(engine: Engine | AsyncEngine) -> Callable[[], int]:
     opened: list[Any] = []
     event.listen(_sync(engine), "connect", lambda *made: opened.append(made))
     return lambda: len(opened)
+
+
+def in_session(jobs: Jobs, work: Callable[[JobSession], Returned], **options: Any) -> Returned:
+    """Run *work* in a session on the driver of *jobs* and commit; an async one is lent to it."""
+    if not jobs.is_async:
+        with open_engine(jobs.url) as engine, JobSession(engine, **options) as session:
+            returned = work(session)
+            session.commit()
+        return returned
+
+    async def lend() -> Returned:
+        async with (
+            open_async_engine(jobs.url) as engine,
+            AsyncJobSession(engine, **options) as session,
+        ):
+            returned = await session.run_sync(work)  # type: ignore[arg-type]
+            await session.commit()
+        return returned
+
+    return asyncio.run(lend())
 
 
 def _sync(engine: Engine | AsyncEngine) -> Engine:

@@ -8,11 +8,10 @@ from datetime import UTC, datetime, time, timedelta, timezone
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
-from zoneinfo import ZoneInfo
 
 import pytest
 from pydantic import BaseModel
-from sqlalchemy import func, select, text
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from sqlalchemy_jobs import (
@@ -23,14 +22,13 @@ from sqlalchemy_jobs import (
     PayloadError,
     enqueue,
 )
-from tests.engines import make_empty_tables, open_async_engine, open_engine
+from tests.engines import open_engine
 from tests.enqueue_tools import counted, rows
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-    from tests.conftest import Database
 
 JOB = Job(task="orm")
 UUID_ = UUID(int=7)
@@ -264,67 +262,6 @@ def test_given_options_are_stored(sync_engine: Engine) -> None:
     assert found == [(2, 1, 0.0, {"a": [1]}), (-2, 1_000_000, 90.0, None), (0, None, 0.5, None)]
 
 
-def test_a_delay_counts_from_the_statement(sync_engine: Engine) -> None:
-    """In a transaction that is old already, a delay and no delay count from the call."""
-    with JobSession(sync_engine) as session, session.begin():
-        connection = session.connection()
-        begun = _database_clock(connection)
-        if connection.dialect.name == "postgresql":
-            session.execute(text("SELECT pg_sleep(1.2)"))
-        before = _database_clock(connection)
-        session.enqueue("now")
-        session.enqueue("number", delay=100)
-        session.enqueue("timedelta", delay=timedelta(seconds=100))
-        session.enqueue("zero", delay=0)
-        after = _database_clock(connection)
-    for task, run_at in rows(sync_engine.url, Job.task, Job.run_at):
-        waits = timedelta(seconds=100 if task in ("number", "timedelta") else 0)
-        assert before <= run_at - waits <= after, task
-    assert connection.dialect.name == "sqlite" or before - begun > timedelta(seconds=1)
-
-
-def test_run_at_is_the_instant_that_was_meant(sync_engine: Engine) -> None:
-    """Any aware datetime is stored as its instant, to the microsecond."""
-    moment = datetime(2030, 6, 1, 12, 0, 0, 123456, tzinfo=UTC)
-    given = [
-        moment,
-        moment.astimezone(ZoneInfo("Asia/Kolkata")),
-        moment.astimezone(timezone(timedelta(hours=-11, minutes=-30))),
-        datetime(2030, 10, 27, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
-        datetime(1970, 1, 1, tzinfo=UTC),
-        datetime.max.replace(tzinfo=UTC),
-    ]
-    with JobSession(sync_engine) as session, session.begin():
-        for at in given:
-            session.enqueue("t", run_at=at)
-    assert rows(sync_engine.url, Job.run_at) == [at.astimezone(UTC) for at in given]
-    assert rows(sync_engine.url, Job.run_at)[3] == datetime(2030, 10, 27, 1, 30, tzinfo=UTC)
-
-
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-async def test_the_roles_time_zone_does_not_matter(database: Database, driver: Any) -> None:
-    """With TimeZone set on the server side, times mean and read the same."""
-    make_empty_tables(database.url("psycopg"))
-    database.cluster.psql(f"ALTER DATABASE {database.name} SET timezone TO 'Asia/Kolkata'")
-    moment = datetime(2030, 6, 1, 12, tzinfo=timezone(timedelta(hours=3)))
-    try:
-        async with (
-            open_async_engine(database.url(driver)) as engine,
-            AsyncJobSession(engine) as session,
-            session.begin(),
-        ):
-            zone = await session.scalar(text("SHOW timezone"))
-            await session.enqueue("at", run_at=moment)
-            await session.enqueue("after", delay=3600)
-            now = await session.scalar(select(func.clock_timestamp()))
-            at, after = (await session.scalars(select(Job.run_at).order_by(Job.id))).all()
-    finally:
-        database.cluster.psql(f"ALTER DATABASE {database.name} RESET timezone")
-    assert (zone, at, at.utcoffset()) == ("Asia/Kolkata", moment, timedelta(0))
-    assert now is not None
-    assert abs(after - now - timedelta(hours=1)) < timedelta(seconds=60)
-
-
 @pytest.mark.drivers("psycopg")
 def test_a_payload_of_a_megabyte_wakes_its_workers(sync_engine: Engine) -> None:
     """A notification carries the task only: size of payload and name do not matter to it."""
@@ -335,11 +272,3 @@ def test_a_payload_of_a_megabyte_wakes_its_workers(sync_engine: Engine) -> None:
 
 def _name(engine: Engine) -> str:
     return "jobs" if engine.dialect.name == "sqlite" else "jobs.jobs"
-
-
-def _database_clock(connection: Connection) -> datetime:
-    if connection.dialect.name == "sqlite":
-        now = datetime.now(UTC)  # the same clock; SQLite reads milliseconds of it
-        return now.replace(microsecond=now.microsecond // 1000 * 1000)
-    clock: datetime = connection.scalars(select(func.clock_timestamp())).one()
-    return clock

@@ -216,44 +216,6 @@ def test_a_job_enqueued_while_flushing_is_told_with_the_commit(sync_engine: Engi
     assert sorted(rows(sync_engine.url, Job.task)) == ["hook", "orm"]
 
 
-# --- two-phase transactions
-
-
-def test_a_two_phase_session_enqueues_without_a_notice(database: Database) -> None:
-    """PostgreSQL cannot prepare a NOTIFY, so there is none, and preparing works."""
-    _prepares(database)
-    with _opened(database) as engine, listening(engine) as heard:
-        for notify in ("commit", "after_commit", False):
-            with JobSession(engine, twophase=True) as session:
-                session.enqueue(f"{notify}", notify=notify)
-                session.enqueue_many([NewJob(f"{notify}")], notify=notify)
-                session.prepare()
-                assert heard.wakes == 0
-                session.commit()
-            assert heard.wakes == 1
-            heard.wakes = 0
-        assert heard.notified() == ["after_commit"]
-        assert len(rows(engine.url, Job.id)) == 6
-        change(engine.url, "UPDATE {jobs} SET status = 'failed'")
-        with JobSession(engine, twophase=True) as session:
-            assert len(requeue(session, rows(engine.url, Job.id))) == 6
-            session.prepare()
-            session.rollback()
-        assert set(rows(engine.url, Job.status)) == {"failed"}
-
-
-def test_a_two_phase_connection_enqueues_without_a_notice(database: Database) -> None:
-    """The same holds for a transaction begun on a bare connection."""
-    _prepares(database)
-    with _opened(database) as engine, listening(engine) as heard:
-        with engine.connect() as connection, connection.begin_twophase() as transaction:
-            enqueue(connection, "t")
-            transaction.prepare()
-            transaction.commit()
-        assert rows(engine.url, Job.task) == ["t"]
-        assert heard.notified() == []
-
-
 def test_scoped_sessions_keep_their_wake_ups_apart(sync_engine: Engine) -> None:
     """The commit of one session does not tell of another's open transaction."""
     scoped = scoped_session(sessionmaker(sync_engine, class_=JobSession))
@@ -281,11 +243,6 @@ async def test_an_async_wake_up_comes_after_the_commit(async_engine: AsyncEngine
     finally:
         end()
     assert seen == [["t"]]
-
-
-def _prepares(database: Database) -> None:
-    if database.cluster.psql("SHOW max_prepared_transactions") == [("0",)]:
-        pytest.skip("the server given does not allow two-phase transactions")
 
 
 def _opened(database: Database) -> Any:

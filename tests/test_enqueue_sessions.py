@@ -10,7 +10,7 @@ import flask_sqlalchemy
 import pytest
 import sqlmodel
 from sqlalchemy import UpdateBase, create_mock_engine, select, text
-from sqlalchemy.exc import InvalidRequestError, UnboundExecutionError
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.ext.asyncio import (
     AsyncSession,
     async_scoped_session,
@@ -234,21 +234,6 @@ def rows_in(session: Session, engine: Engine) -> list[int]:
     connection = session.connection(bind_arguments={"bind": engine})
     known = {"schema_translate_map": {"jobs": None} if engine.dialect.name == "sqlite" else {}}
     return list(connection.scalars(select(Job.id), execution_options=known))
-
-
-def test_binds_choose_the_database_of_jobs(sync_engine: Engine, tmp_path: Any) -> None:
-    """With several engines, the one that is bound to the class or the table of jobs is used."""
-    with open_engine(f"sqlite:///{tmp_path}/other.sqlite") as other:
-        either: list[Any] = [{Job: sync_engine}, {Job.__table__: sync_engine}]
-        for binds in either:
-            with JobSession(other, binds=binds) as session, session.begin():
-                session.enqueue("t")
-        with (
-            JobSession(binds={sqlmodel.SQLModel: other}) as session,
-            pytest.raises(UnboundExecutionError),
-        ):
-            session.enqueue("t")
-    assert rows(sync_engine.url, Job.task) == ["t", "t"]
 
 
 def test_another_dialect_is_refused() -> None:

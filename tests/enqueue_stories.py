@@ -1,14 +1,22 @@
-"""A job is stored, and a worker is told, exactly if the caller's transaction commits."""
+"""What a caller may do around `enqueue`, and what must come of it, on every kind of session.
+
+    run_stories(jobs, TRANSACTIONS)
+
+Each story runs on each kind of session and connection of the driver, natively, and on async
+drivers within `run_sync` too. Afterwards the rows, the notifications and the wake-ups must be
+those of the jobs whose transaction was committed, on the one connection that there is.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, insert, select
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
     AsyncSession,
@@ -22,15 +30,19 @@ from tests.engines import open_async_engine, open_engine
 from tests.enqueue_tools import begin_by_hand, connections_opened, listening, rows
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from tests.enqueue_tools import Heard
+    from tests.workers import Jobs
 
     Put = Callable[[str], int | None]
     PutAsync = Callable[[str], Awaitable[int | None]]
+
+Story: TypeAlias = "Callable[[Any, Put], list[str]]"
+AsyncStory: TypeAlias = "Callable[[Any, PutAsync], Awaitable[list[str]]]"
 
 ONE_CONNECTION: dict[str, Any] = {"pool_size": 1, "max_overflow": 0, "pool_timeout": 2}
 
@@ -146,20 +158,14 @@ def _inner_released_outer_savepoint_rolled_back(caller: Any, put: Put) -> list[s
     return ["b"]
 
 
-SYNC_STORIES = [
-    _commit,
-    _first_statement,
-    _after_another_statement,
-    _rollback,
-    _close,
-    _raise,
-    _rollback_then_commit,
-    _savepoint_rolled_back,
-    _savepoint_raises,
-    _savepoint_released,
-    _savepoint_released_then_rollback,
-    _inner_released_outer_savepoint_rolled_back,
-]
+def _savepoint_refused_by_the_database(caller: Any, put: Put) -> list[str]:
+    with caller.begin():
+        put("a")
+        with suppress(IntegrityError), caller.begin_nested():
+            put("b")
+            caller.execute(insert(Job).values(task=""))
+        put("c")
+    return ["a", "c"]
 
 
 async def _a_commit(caller: Any, put: PutAsync) -> list[str]:
@@ -221,16 +227,53 @@ async def _a_savepoint_released_then_rollback(caller: Any, put: PutAsync) -> lis
     return []
 
 
-ASYNC_STORIES = [
-    _a_commit,
-    _a_first_statement,
-    _a_rollback,
-    _a_close,
-    _a_raise,
-    _a_savepoint_raises,
-    _a_savepoint_rolled_back,
-    _a_savepoint_released_then_rollback,
-]
+async def _a_savepoint_refused_by_the_database(caller: Any, put: PutAsync) -> list[str]:
+    async with caller.begin():
+        await put("a")
+        with suppress(IntegrityError):
+            async with caller.begin_nested():
+                await put("b")
+                await caller.execute(insert(Job).values(task=""))
+        await put("c")
+    return ["a", "c"]
+
+
+@dataclass(frozen=True)
+class Stories:
+    """What callers do, in sync code and in code that awaits."""
+
+    sync: Sequence[Story]
+    native: Sequence[AsyncStory]
+
+
+TRANSACTIONS = Stories(
+    [
+        _commit,
+        _first_statement,
+        _after_another_statement,
+        _rollback,
+        _close,
+        _raise,
+        _rollback_then_commit,
+    ],
+    [_a_commit, _a_first_statement, _a_rollback, _a_close, _a_raise],
+)
+SAVEPOINTS = Stories(
+    [
+        _savepoint_rolled_back,
+        _savepoint_raises,
+        _savepoint_refused_by_the_database,
+        _savepoint_released,
+        _savepoint_released_then_rollback,
+        _inner_released_outer_savepoint_rolled_back,
+    ],
+    [
+        _a_savepoint_rolled_back,
+        _a_savepoint_raises,
+        _a_savepoint_refused_by_the_database,
+        _a_savepoint_released_then_rollback,
+    ],
+)
 
 
 # --- and what must come of it
@@ -243,7 +286,7 @@ class Told:
         """Expect in-process wake-ups if *wakes*."""
         self._engine, self._heard, self._wakes = engine, heard, wakes
         self._opened = connections_opened(engine)
-        self._stored: list[str] = []
+        self._stored: list[str] = rows(engine.url, Job.task)
 
     def check(self, story: Any, tasks: list[str]) -> None:
         """Check that the jobs of *tasks* were added, that their workers were told, and no more."""
@@ -256,79 +299,52 @@ class Told:
         assert (story, self._opened()) == (story, 1)
 
 
-@pytest.mark.parametrize("kind", SYNC)
-def test_a_job_is_there_exactly_if_its_transaction_commits(sync_engine: Engine, kind: str) -> None:
-    """The row, the notification and the wake-up come with the commit, on the one connection."""
-    with (
-        open_engine(sync_engine.url, **ONE_CONNECTION) as engine,
-        listening(engine) as heard,
-    ):
-        begin_by_hand(engine)
-        told = Told(engine, heard, wakes=kind != "Connection")
-        for story in SYNC_STORIES:
-            with closing(SYNC[kind](engine)) as caller:
-                put: Put = getattr(caller, "enqueue", None) or partial(enqueue, caller)
-                expected = story(caller, put)
-            told.check(story, expected)
+def run_stories(jobs: Jobs, stories: Stories) -> None:
+    """Let every kind of caller live through every story."""
+    if jobs.is_async:
+        asyncio.run(_run_async(jobs.url, stories))
+    else:
+        _run_sync(jobs.url, stories)
 
 
-@pytest.mark.parametrize("kind", ASYNC)
-async def test_an_async_job_is_there_exactly_if_its_transaction_commits(
-    async_engine: AsyncEngine, kind: str
-) -> None:
-    """The row, the notification and the wake-up come with the commit, on the one connection."""
-    async with open_async_engine(async_engine.url, **ONE_CONNECTION) as engine:
-        begin_by_hand(engine)
-        with listening(engine) as heard:
-            told = Told(engine, heard, wakes=kind != "AsyncConnection")
-            for story in ASYNC_STORIES:
-                async with _opened(kind, engine) as caller:
-                    put: PutAsync
-                    put = getattr(caller, "enqueue", None) or partial(enqueue_async, caller)
-                    expected = await story(caller, put)
-                told.check(story, expected)
+def _run_sync(url: str, stories: Stories) -> None:
+    for kind, made in SYNC.items():
+        with open_engine(url, **ONE_CONNECTION) as engine, listening(engine) as heard:
+            begin_by_hand(engine)
+            told = Told(engine, heard, wakes=kind != "Connection")
+            for story in stories.sync:
+                with closing(made(engine)) as caller:
+                    expected = story(caller, _put(caller))
+                told.check((kind, story), expected)
 
 
-@pytest.mark.parametrize("kind", ["AsyncJobSession", "AsyncConnection"])
-async def test_jobs_can_be_enqueued_inside_run_sync(async_engine: AsyncEngine, kind: str) -> None:
-    """Sync code that is lent an async session or connection enqueues in its transaction."""
+async def _run_async(url: str, stories: Stories) -> None:
+    for kind in ASYNC:
+        async with open_async_engine(url, **ONE_CONNECTION) as engine:
+            begin_by_hand(engine)
+            with listening(engine) as heard:
+                told = Told(engine, heard, wakes=kind != "AsyncConnection")
+                for native in stories.native:
+                    async with _opened(kind, engine) as caller:
+                        put: PutAsync
+                        put = getattr(caller, "enqueue", None) or partial(enqueue_async, caller)
+                        expected = await native(caller, put)
+                    told.check((kind, native), expected)
+                if kind == "async_scoped_session":
+                    continue  # it has no run_sync
+                for story in stories.sync:
+                    async with _opened(kind, engine) as caller:
+                        expected = await caller.run_sync(_live, story)
+                    told.check((kind, "run_sync", story), expected)
 
-    def work(lent: JobSession | Connection, story: Any) -> list[str]:
-        put: Put = getattr(lent, "enqueue", None) or partial(enqueue, lent)
-        done: list[str] = story(lent, put)
-        return done
 
-    async with open_async_engine(async_engine.url, **ONE_CONNECTION) as engine:
-        begin_by_hand(engine)
-        with listening(engine) as heard:
-            told = Told(engine, heard, wakes=kind != "AsyncConnection")
-            for story in SYNC_STORIES:
-                async with _opened(kind, engine) as caller:
-                    expected = await caller.run_sync(work, story)
-                told.check(story, expected)
+def _live(lent: Session | Connection, story: Story) -> list[str]:
+    return story(lent, _put(lent))
 
 
-async def test_a_cancelled_transaction_leaves_no_job(async_engine: AsyncEngine) -> None:
-    """A task cancelled between enqueueing and the commit leaves no row and wakes nobody."""
-
-    async def work(session: AsyncJobSession) -> None:
-        async with session.begin():
-            await session.enqueue("a")
-            reached.set()
-            await asyncio.sleep(60)
-
-    reached = asyncio.Event()
-    with listening(async_engine) as heard:
-        async with AsyncJobSession(async_engine) as session:
-            task = asyncio.create_task(work(session))
-            await asyncio.wait_for(reached.wait(), 30)
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-            await session.enqueue("b")
-            await session.commit()
-        assert rows(async_engine.url, Job.task) == ["b"]
-        assert heard.notified() in (["b"], None)
+def _put(caller: Any) -> Put:
+    put: Put = getattr(caller, "enqueue", None) or partial(enqueue, caller)
+    return put
 
 
 @asynccontextmanager
