@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import (
     Float,
     Integer,
+    LargeBinary,
     MetaData,
+    Numeric,
     Table,
     Text,
     and_,
@@ -216,7 +218,10 @@ class SqliteStatements(Statements):
         return self.table.c.id.in_(select(ids.c.value))
 
     def _json(self, json_text: ColumnElement[str]) -> ColumnElement[Any]:
-        return json_text
+        # A column of type JSON turns text that is a number into one of 15 digits; bytes it keeps.
+        number = json_text.op("GLOB")(literal_column("'[-0-9]*'"))
+        changed = cast(cast(json_text, Numeric), Text) != json_text
+        return case((and_(number, changed), cast(json_text, LargeBinary)), else_=json_text)
 
     def _enqueue(self, columns: frozenset[str], *, notify: bool) -> Executable:
         assert not notify
@@ -231,6 +236,7 @@ class SqliteStatements(Statements):
         )
         given = {name: func.json_extract(new.c.value, f"$.{name}") for name in sorted(columns)}
         values: dict[str, Any] = {n: v for n, v in given.items() if n not in ("delay", "run_at")}
+        values |= {n: self._json(given[n]) for n in ("payload", "meta") if n in given}
         values["run_at"] = self._first_run(given)
         # "WHERE true": without it SQLite reads ON CONFLICT as the condition of a join.
         source = select(*values.values()).select_from(new).where(true()).order_by(new.c.key)

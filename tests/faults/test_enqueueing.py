@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import pytest
 import sqlmodel
@@ -19,6 +23,7 @@ from sqlalchemy_jobs import (
     JobContext,
     JobSession,
     NewJob,
+    PayloadError,
     Tasks,
     enqueue,
     requeue,
@@ -26,7 +31,7 @@ from sqlalchemy_jobs import (
 from sqlalchemy_jobs._messages import Claim
 from tests.engines import open_async_engine, open_engine
 from tests.enqueue_stories import SAVEPOINTS, TRANSACTIONS, run_stories
-from tests.enqueue_tools import change, in_session, listening, plain_engine, rows
+from tests.enqueue_tools import change, counted, in_session, listening, plain_engine, rows
 from tests.rows import Hand, Queue
 from tests.workers import EVERYWHERE, ON_POSTGRES, jobs_on, on_drivers
 
@@ -125,6 +130,121 @@ async def test_one_async_session_in_several_tasks_at_once(async_engine: AsyncEng
             await session.enqueue("afterwards")
             await session.commit()
         assert rows(engine.url, Job.task) == ["afterwards"]
+
+
+# --- payloads
+
+CANNOT_BE_STORED: dict[str, tuple[Any, str]] = {
+    "NaN": ({"user": {"score": math.nan}}, "payload.user.score: "),
+    "infinity": ([0, math.inf], "payload[1]: "),
+    "NUL": ({"name": "a\0b"}, "payload.name: "),
+    "NUL in a key": ({"a\0b": 1}, 'payload["a\\x00b"]: '),
+    "surrogate": ({"user": {"name": "\ud800"}}, "payload.user.name: "),
+    "int key": ({"by_id": {7: "x"}}, "payload.by_id: "),
+    "UUID": ([{"id": UUID(int=7)}], "payload[0].id: "),
+    "datetime": ({"at": datetime(2030, 1, 1, tzinfo=UTC)}, "payload.at: "),
+    "Decimal": ({"price": Decimal(1)}, "payload.price: "),
+    "bytes": (b"x", "payload: "),
+    "set": ({1}, "payload: "),
+    "class": (dict, "payload: "),
+    "answer of a callable": (lambda: {"x": {1}}, "payload.x: "),
+    "awaitable": (lambda: Awaitable(), "payload: "),  # noqa: PLW0108 - a class is not called
+}
+
+
+class Awaitable:
+    """What somebody has forgotten to await."""
+
+    def __await__(self) -> Any:
+        """Yield nothing."""
+        yield
+
+
+@dataclass
+class Order:
+    """A payload whose annotations bring its values back."""
+
+    id: UUID
+    at: datetime
+    price: Decimal
+    tags: frozenset[str]
+    by_day: dict[date, int]
+
+
+ORDER = Order(
+    UUID(int=7),
+    datetime(2030, 1, 1, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+    Decimal("1.10"),
+    frozenset({"new", "b2b"}),
+    {date(2030, 1, 1): 2**70},
+)
+
+
+@on_drivers(*EVERYWHERE)
+def test_payloads_arrive_or_are_refused_before_any_sql(jobs: Jobs) -> None:
+    """Case 37: what is no JSON is refused by its path and harms nobody; the rest comes back."""
+    kept: list[Any] = [
+        2**70,
+        -(10**400),
+        5e-324,
+        1e22,
+        0.1 + 0.2,
+        1.0,
+        {"a": (1, "\u00e9\U0001f600"), "": None},
+        "\\u0000",
+    ]
+    arrived: list[Any] = []
+    tasks = Tasks()
+
+    @tasks.task("typed")
+    def typed(job: JobContext[Order]) -> None:
+        arrived.append(job.payload)
+
+    tasks.register(lambda job: arrived.append(job.payload), "plain")
+
+    def work(session: JobSession) -> None:
+        session.enqueue("typed", ORDER)
+        with counted(session.connection().engine) as sent:
+            for name, (payload, told) in CANNOT_BE_STORED.items():
+                with pytest.raises(PayloadError) as caught:
+                    session.enqueue("refused", payload)
+                assert (name, str(caught.value)[: len(told)]) == (name, told)
+                with pytest.raises(PayloadError):
+                    session.enqueue_many([NewJob("refused"), NewJob("refused", payload)])
+            assert sent == []
+        session.enqueue_many([NewJob("plain", value) for value in kept])
+
+    in_session(jobs, work)
+    jobs.drain(tasks, concurrency=1)
+    assert arrived == [ORDER, *came]
+    assert rows(jobs.url, Job.payload)[1:] == came
+    assert set(rows(jobs.url, Job.status)) == {"succeeded"}
+
+
+@on_drivers(*EVERYWHERE)
+def test_an_orm_instance_is_refused_with_the_way_out(jobs: Jobs) -> None:
+    """Case 38: in whatever state it is, nothing of it is loaded, and the transaction goes on."""
+
+    def work(session: JobSession) -> None:
+        pending, expired, detached = (Job(task="orm", payload=n) for n in range(3))
+        session.add_all([expired, detached])
+        session.flush()
+        session.expunge(detached)
+        session.expire(expired)
+        session.add(pending)
+        with counted(session.connection().engine) as sent:
+            for user in (Job(task="transient"), pending, expired, detached):
+                for payload in (user, {"user": user}, [{"of": (user,)}]):
+                    with pytest.raises(PayloadError, match="pass the id, not the object"):
+                        session.enqueue("refused", payload)
+            assert sent == []
+        with pytest.raises(PayloadError, match=r"payload\.user: .*pass the id"):
+            session.enqueue("refused", lambda: {"user": pending})
+        session.enqueue("goes on", lambda: {"user_id": expired.id})
+
+    in_session(jobs, work)
+    assert sorted(rows(jobs.url, Job.task)) == ["goes on", "orm", "orm", "orm"]
+    assert rows(jobs.url, Job.payload)[-1] == {"user_id": rows(jobs.url, Job.id)[0]}
 
 
 # --- two-phase transactions
