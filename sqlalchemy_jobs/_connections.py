@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Engine, text
@@ -20,6 +21,8 @@ from ._store import check_dialect
 from .errors import UnsupportedDatabaseError
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from sqlalchemy import URL, Connection
 
 # A generic plan that was made while the table was empty scans it for ever; and a claim at a
@@ -154,3 +157,19 @@ def cut(driver_connection: Any) -> None:
                 handle.shutdown(socket.SHUT_RDWR)
         elif hasattr(driver_connection, "interrupt"):  # sqlite3
             driver_connection.interrupt()
+
+
+@contextmanager
+def cut_after(seconds: float, driver_connection: Any) -> Generator[None]:
+    """End a connection of a sync driver's if the block takes longer.
+
+    A driver waits for an answer for ever, and the kernel finds nothing wrong with a peer that
+    takes what it is sent and is silent.
+    """
+    timer = threading.Timer(seconds, cut, (driver_connection,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

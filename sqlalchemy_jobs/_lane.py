@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ._connections import cut, end_statement
+from ._connections import cut, cut_after, end_statement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,9 +32,17 @@ class Lane:
         self._server = threading.Thread(target=self._serve, name=name, daemon=True)
         self._server.start()
 
-    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
-        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
-        self._work.put((work, done))
+    def submit(
+        self,
+        work: Callable[[Connection], Any],
+        done: Callable[[Any], None],
+        within: float | None = None,
+    ) -> None:
+        """Do *work* with the connection and hand its result, or what it raised, to *done*.
+
+        *within*: it fails after so many seconds. Without, :meth:`abandon` is the bound.
+        """
+        self._work.put((work, done, within))
 
     def close(self) -> None:
         """Close the connection, after the work that was submitted if that does not take long."""
@@ -48,18 +57,20 @@ class Lane:
         self._abandoned = True
         connection = self._connection
         if connection is not None:
-            cut(getattr(connection.connection, "driver_connection", None))
+            cut(_driver(connection))
         self._work.put(None)
 
     def _serve(self) -> None:
         while (item := self._work.get()) is not None and not self._abandoned:
-            work, done = item
+            work, done, within = item
             try:
                 if self._connection is None:
                     self._connection = self._engine.connect()
                     self._connection = self._prepare(self._connection)
-                answer = work(self._connection)
-                end_statement(self._connection)
+                connection = self._connection
+                with cut_after(within, _driver(connection)) if within else nullcontext():
+                    answer = work(connection)
+                    end_statement(connection)
             except BaseException as error:  # noqa: BLE001 - it is the answer
                 answer = error
                 self._drop()
@@ -77,3 +88,7 @@ class Lane:
         except Exception:  # noqa: BLE001 - it is being thrown away
             _log.debug("a connection could not be closed", exc_info=True)
         self._engine.dispose()
+
+
+def _driver(connection: Connection) -> Any:
+    return getattr(connection.connection, "driver_connection", None)

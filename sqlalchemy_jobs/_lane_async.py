@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ._connections import cut, end_statement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -31,9 +31,17 @@ class Lane:
         self._abandoned = False
         self._server = asyncio.get_running_loop().create_task(self._serve(), name=name)
 
-    def submit(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
-        """Do *work* with the connection and hand its result, or what it raised, to *done*."""
-        self._work.put_nowait((work, done))
+    def submit(
+        self,
+        work: Callable[[Connection], Any],
+        done: Callable[[Any], None],
+        within: float | None = None,
+    ) -> None:
+        """Do *work* with the connection and hand its result, or what it raised, to *done*.
+
+        *within*: it fails after so many seconds. Without, :meth:`abandon` is the bound.
+        """
+        self._work.put_nowait((work, done, within))
 
     async def close(self) -> None:
         """Close the connection, after the work that was submitted if that does not take long."""
@@ -53,13 +61,14 @@ class Lane:
     async def _serve(self) -> None:
         try:
             while (item := await self._work.get()) is not None and not self._abandoned:
-                work, done = item
+                work, done, within = item
                 try:
                     if self._connection is None:
                         self._connection = await self._engine.connect()
                         await self._connection.run_sync(self._prepare)
-                    answer = await self._connection.run_sync(work)
-                    await self._connection.run_sync(end_statement)
+                    with self._bounded(within):
+                        answer = await self._connection.run_sync(work)
+                        await self._connection.run_sync(end_statement)
                 except Exception as error:  # noqa: BLE001 - it is the answer
                     answer = error
                     await self._drop()
@@ -67,6 +76,18 @@ class Lane:
                     done(answer)
         finally:
             await self._drop()
+
+    @contextmanager
+    def _bounded(self, within: float | None) -> Generator[None]:
+        # Not asyncio.timeout(): psycopg answers a cancellation by waiting for the server's answer.
+        if within is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(within, self._cut)
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _cut(self) -> None:
         if self._connection is not None:

@@ -32,12 +32,16 @@ if TYPE_CHECKING:
     Post = Callable[[Event | Rested], object]
     Steps = Generator[tuple[str, list[Any]], Any, None]
     Request = Callable[[], Steps]
-    Ask = Callable[[Callable[[Connection], Any], Callable[[Any], None]], object]
+    Ask = Callable[[Callable[[Connection], Any], Callable[[Any], None], float], object]
 
 PROVE_EVERY: Final = 24.0
 ANSWER_WITHIN: Final = 5.0
 """Seconds. Together they notice a silent connection within 30 s at less than three statements a
 minute."""
+
+PROVE_AGAIN_AFTER: Final = 1.0
+"""Seconds after a proof that the ordinary connection failed to send, which was silent itself and
+has been replaced: what silenced one may have silenced the other."""
 
 _MARK: Final = lock_key("CAST(%s AS text)", MARK, "bucket")
 _SILENT: Final = lock_key("CAST(%s AS text)", SILENT, "bucket")

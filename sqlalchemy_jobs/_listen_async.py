@@ -14,6 +14,7 @@ from sqlalchemy.pool import NullPool
 from ._connections import cut, direct_url, keep_alive, own_engine
 from ._listen import (
     ANSWER_WITHIN,
+    PROVE_AGAIN_AFTER,
     PROVE_EVERY,
     Listener,
     Listening,
@@ -87,7 +88,11 @@ class _TaskListener:
                     found = raw.driver_connection
                     keep_alive(found)
                     driver = _driver(found)(found, self._hear, self._end)
-                    await driver.listen(self._listening)
+                    too_late = asyncio.get_running_loop().call_later(ANSWER_WITHIN, driver.close)
+                    try:
+                        await driver.listen(self._listening)
+                    finally:
+                        too_late.cancel()
                     self._listening.marked.clear()
                     self._requests = requests  # nothing that was asked of another one
                     servant = asyncio.create_task(
@@ -140,7 +145,9 @@ class _TaskListener:
         self._listening.up()
         while True:
             await self._wait(PROVE_EVERY)
-            await self._prove()
+            if not await self._prove():
+                await self._wait(PROVE_AGAIN_AFTER)
+                await self._prove()
 
     async def _wait(self, seconds: float) -> None:
         """Wait so long, or until something changed. Raises what ended the connection."""
@@ -151,21 +158,23 @@ class _TaskListener:
         if self._lost is not None:
             raise self._lost
 
-    async def _prove(self) -> None:
+    async def _prove(self) -> bool:
+        """Raise :class:`SilentError` if nothing arrives; False if nothing could be sent."""
         sent: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._returned = False
         self._ask(
             self._listening.new_probe(),
             lambda answer: None if sent.done() else sent.set_result(answer),
+            ANSWER_WITHIN,
         )
         try:
             # Not wait_for(): before Python 3.12 it loses a cancellation that comes with the answer.
             async with asyncio.timeout(ANSWER_WITHIN):
                 answer = await sent
         except TimeoutError:
-            return  # the other connection is in trouble; this one is not to blame
+            return False  # the other connection is in trouble; this one is not to blame
         if isinstance(answer, BaseException):
-            return
+            return False
         until = time.monotonic() + ANSWER_WITHIN
         while not self._returned:
             left = until - time.monotonic()
@@ -174,6 +183,7 @@ class _TaskListener:
             await self._wait(left)
         if self._lost is None:  # the nonce may have come before the answer that it was sent
             self._changed.clear()
+        return True
 
 
 class _Driver(ABC):

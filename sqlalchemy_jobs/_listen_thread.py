@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
-from ._connections import cut, direct_url, keep_alive, own_engine
-from ._listen import ANSWER_WITHIN, PROVE_EVERY, Listener, Listening, NoListener, SilentError
+from ._connections import cut, cut_after, direct_url, keep_alive, own_engine
+from ._listen import (
+    ANSWER_WITHIN,
+    PROVE_AGAIN_AFTER,
+    PROVE_EVERY,
+    Listener,
+    Listening,
+    NoListener,
+    SilentError,
+)
 from ._messages import ListenerChanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import Connection, Engine
 
@@ -86,11 +94,12 @@ class _ThreadListener:
         self._wake_out.close()
 
     def _listen(self, connection: Connection) -> None:
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        for statement in self._listening.statements():
-            connection.exec_driver_sql(statement)
         self._driver = driver = connection.connection.driver_connection
         keep_alive(driver)
+        with cut_after(ANSWER_WITHIN, driver):
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            for statement in self._listening.statements():
+                connection.exec_driver_sql(statement)
         self._listening.marked.clear()
         while not self._requests.empty():  # asked of the connection before
             self._requests.get()
@@ -101,10 +110,15 @@ class _ThreadListener:
         self._listening.up()
         while not self._stopped.is_set():
             self._read(driver, PROVE_EVERY)
-            self._prove(driver)
+            if not self._prove(driver):
+                self._read(driver, PROVE_AGAIN_AFTER)
+                self._prove(driver)
 
-    def _read(self, driver: Any, seconds: float) -> bool:
-        """Take notifications, and do what is asked, for so long or until the nonce comes back."""
+    def _read(self, driver: Any, seconds: float, answers: Sequence[Any] = ()) -> bool:
+        """Take notifications, and do what is asked, for so long or until something is answered.
+
+        Returns True if the nonce came back.
+        """
         until = time.monotonic() + seconds
         while not self._stopped.is_set():
             while not self._requests.empty():
@@ -114,7 +128,7 @@ class _ThreadListener:
             if sum(self._listening.heard(n.channel, n.payload) for n in notices):
                 return True
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 or answers:
                 break
             if self._requests.empty():
                 ready, _, _ = select.select([driver.fileno(), self._wake_out], [], [], left)
@@ -125,20 +139,24 @@ class _ThreadListener:
     @staticmethod
     def _carry_out(driver: Any, steps: Steps) -> None:
         value = None
-        with suppress(StopIteration):
+        with suppress(StopIteration), cut_after(ANSWER_WITHIN, driver):
             while True:
                 statement, parameters = steps.send(value)
                 cursor = driver.execute(statement, parameters)
                 value = cursor.fetchone()[0] if cursor.description else None
 
-    def _prove(self, driver: Any) -> None:
-        sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ask(self._listening.new_probe(), sent.put)
-        try:
-            answer = sent.get(timeout=ANSWER_WITHIN)
-        except queue.Empty:
-            return  # the other connection is in trouble; this one is not to blame
-        if isinstance(answer, BaseException) or self._stopped.is_set():
-            return
+    def _prove(self, driver: Any) -> bool:
+        """Raise :class:`SilentError` if nothing arrives; False if nothing could be sent."""
+        answers: list[Any] = []
+        self._ask(
+            self._listening.new_probe(),
+            lambda answer: self._request(lambda _: answers.append(answer)),
+            ANSWER_WITHIN,
+        )
+        if self._read(driver, ANSWER_WITHIN, answers) or self._stopped.is_set():
+            return True
+        if not answers or isinstance(answers[0], BaseException):
+            return False  # the other connection is in trouble; this one is not to blame
         if not self._read(driver, ANSWER_WITHIN) and not self._stopped.is_set():
             raise SilentError
+        return True

@@ -263,8 +263,10 @@ class Worker:
             lambda answer: self._answered(command, answer),
         )
 
-    def _ask(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
-        self._lanes["leases"].submit(work, done)
+    def _ask(
+        self, work: Callable[[Connection], Any], done: Callable[[Any], None], within: float
+    ) -> None:
+        self._lanes["leases"].submit(work, done, within)
 
     def _answered(self, command: DatabaseCommand, answer: Any) -> None:
         if isinstance(answer, SchemaError):

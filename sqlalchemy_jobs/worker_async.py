@@ -296,8 +296,10 @@ class AsyncWorker:
             lambda answer: self._answered(command, answer),
         )
 
-    def _ask(self, work: Callable[[Connection], Any], done: Callable[[Any], None]) -> None:
-        self._lanes["leases"].submit(work, done)
+    def _ask(
+        self, work: Callable[[Connection], Any], done: Callable[[Any], None], within: float
+    ) -> None:
+        self._lanes["leases"].submit(work, done, within)
 
     def _answered(self, command: DatabaseCommand, answer: Any) -> None:
         if isinstance(answer, SchemaError):  # no retry heals it
