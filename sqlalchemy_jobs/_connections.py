@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 _SETUP: Final = text(
     "SELECT set_config(name, value, false) FROM (VALUES"
     " ('plan_cache_mode', 'force_custom_plan'),"
-    " ('default_transaction_isolation', 'read committed')"
+    " ('default_transaction_isolation', 'read committed'),"
+    " ('idle_session_timeout', '0')"  # what waits for the next job is in use
     ") AS wanted(name, value) WHERE current_setting(name) <> value"
 )
 

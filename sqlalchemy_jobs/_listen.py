@@ -63,6 +63,9 @@ _IS_QUIET: Final = (
 PROOFS_OF_THE_SUSPECT: Final = 3
 """After nothing arrived: through a pooler one notification may arrive by luck."""
 
+STAY: Final = "SET idle_session_timeout = 0"
+"""A listener does nothing but be idle."""
+
 LONGEST_PAUSE: Final = 30.0
 LONGEST_SILENT_PAUSE: Final = 300.0
 
@@ -101,8 +104,8 @@ class Listening:
         return None
 
     def statements(self) -> list[str]:
-        """Return the LISTEN statements."""
-        return [sql_listen(channel) for channel in (self.channel, self.own_channel)]
+        """Return the statements that set a connection up."""
+        return [STAY, *(sql_listen(channel) for channel in (self.channel, self.own_channel))]
 
     def heard(self, channel: str, payload: str) -> bool:
         """Take a notification; True if it is the nonce that was sent."""

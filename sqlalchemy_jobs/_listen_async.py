@@ -16,6 +16,7 @@ from ._listen import (
     ANSWER_WITHIN,
     PROVE_AGAIN_AFTER,
     PROVE_EVERY,
+    STAY,
     Listener,
     Listening,
     NoListener,
@@ -218,6 +219,7 @@ class _Asyncpg(_Driver):
 
     async def listen(self, listening: Listening) -> None:
         self.raw.add_termination_listener(self._closed)
+        await self.raw.execute(STAY)
         for channel in (listening.channel, listening.own_channel):
             await self.raw.add_listener(channel, self._notified)
 

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 
 RECOVER_BATCH: Final = 100
 PRUNE_BATCH: Final = 1000
-"""Rows a statement: about 2 ms of deleting, and far under any sane statement timeout."""
+"""Rows a statement: about 2 ms of deleting, and far under any sane statement timeout. Triggers and
+foreign keys without an index change that, so what is too slow is halved."""
+
+QUERY_CANCELED: Final = "57014"
 
 _log = logging.getLogger("sqlalchemy_jobs")
 
@@ -99,6 +102,7 @@ class Store:
         self._visibility = settings.seconds("visibility_timeout")
         self._default_timeout = settings.default_timeout
         self._window = Window()
+        self._halved: dict[Chore, int] = {}
 
     def perform(
         self, connection: Connection, command: DatabaseCommand
@@ -114,9 +118,7 @@ class Store:
             case Renew():
                 return self._renew(connection, statements, command)
             case Sweep(chore):
-                if chore is Chore.RECOVER:
-                    return self._recover(connection, statements, channel)
-                return self._prune(connection, statements)
+                return self._sweep(connection, statements, channel, chore)
             case _:
                 assert_never(command)
 
@@ -251,10 +253,31 @@ class Store:
 
     # --- chores --------------------------------------------------------------------------------
 
-    def _recover(self, connection: Connection, statements: Statements, channel: str) -> Swept:
+    def _sweep(
+        self, connection: Connection, statements: Statements, channel: str, chore: Chore
+    ) -> Swept:
+        halved = self._halved.get(chore, 0)
         try:
-            rows = _rows(connection, statements.recover(RECOVER_BATCH, channel))
-            more = len(rows) >= RECOVER_BATCH
+            if chore is Chore.RECOVER:
+                size = max(1, RECOVER_BATCH >> halved)
+                swept = self._recover(connection, statements, channel, size)
+            else:
+                size = max(1, PRUNE_BATCH >> halved)
+                swept = self._prune(connection, statements, size)
+        except DBAPIError as error:
+            if _state(error) == QUERY_CANCELED:
+                self._halved[chore] = halved + 1
+            raise
+        if halved and not swept.more:  # not before: each try that is too large is an error
+            self._halved[chore] = halved - 1
+        return swept
+
+    def _recover(
+        self, connection: Connection, statements: Statements, channel: str, size: int
+    ) -> Swept:
+        try:
+            rows = _rows(connection, statements.recover(size, channel))
+            more = len(rows) >= size
         except DBAPIError as error:
             if not _is_about_a_row(error):
                 raise
@@ -302,9 +325,9 @@ class Store:
             raise cause
         return rows
 
-    def _prune(self, connection: Connection, statements: Statements) -> Swept:
-        rows = _rows(connection, statements.prune(PRUNE_BATCH, self._settings.retention))
-        return Swept(Chore.PRUNE, more=len(rows) >= PRUNE_BATCH)
+    def _prune(self, connection: Connection, statements: Statements, size: int) -> Swept:
+        rows = _rows(connection, statements.prune(size, self._settings.retention))
+        return Swept(Chore.PRUNE, more=len(rows) >= size)
 
 
 def _rows(connection: Connection, call: Call) -> Sequence[Any]:
@@ -321,5 +344,9 @@ def _is_about_a_row(error: DBAPIError) -> bool:
 
     By class of SQLSTATE: data exceptions, integrity violations, limits, and what triggers raise.
     """
-    state = str(getattr(error.orig, "sqlstate", None) or "")
-    return isinstance(error, IntegrityError | DataError) or state[:2] in ("22", "23", "54", "P0")
+    classes = ("22", "23", "54", "P0")
+    return isinstance(error, IntegrityError | DataError) or _state(error)[:2] in classes
+
+
+def _state(error: DBAPIError) -> str:
+    return str(getattr(error.orig, "sqlstate", None) or "")

@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +13,13 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from sqlalchemy_jobs import AsyncWorker, JobContext, SchemaError, Tasks, Worker, enqueue
+from sqlalchemy_jobs import AsyncWorker, JobContext, Tasks, Worker
 from sqlalchemy_jobs._connections import autocommit
 from sqlalchemy_jobs._store import Store
 from sqlalchemy_jobs.statements import Statements
-from tests.engines import open_async_engine, open_engine
-from tests.workers import ON_POSTGRES, Jobs, Running, jobs_on, wait_until
+from tests.engines import open_async_engine
+from tests.faults.fleets import enqueue_elsewhere, quick_tasks, url_for
+from tests.workers import ON_POSTGRES, Jobs, jobs_on, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,26 +27,13 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from tests.conftest import Database
-    from tests.postgres import Cluster, Server
+    from tests.postgres import Server
 
 
 @pytest.fixture(params=ON_POSTGRES)
 def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Run on every driver of PostgreSQL."""
     yield from jobs_on(request)
-
-
-def quick_tasks(*names: str) -> Tasks:
-    """Return tasks that do nothing."""
-    tasks = Tasks()
-    for name in names or ("quick",):
-        tasks.register(lambda _: None, name)
-    return tasks
-
-
-def url_for(server: Server, database: str, driver: str) -> str:
-    """Return the URL of a database for a driver of ours."""
-    return server.url(database, "asyncpg" if driver == "asyncpg" else "psycopg")
 
 
 # --- connections --------------------------------------------------------------------------------
@@ -147,37 +134,6 @@ def test_no_transaction_is_open_while_a_handler_runs(jobs: Jobs) -> None:
 
 # --- the listener -------------------------------------------------------------------------------
 
-LISTENERS = (
-    "FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
-    "AND (query LIKE 'LISTEN%' OR query LIKE '%AS bell')"
-)
-
-
-def enqueue_elsewhere(jobs: Jobs, task: str) -> int:
-    """Enqueue as another process does: nothing but the notification wakes the worker."""
-    with jobs.engine.begin() as connection:
-        job_id = enqueue(connection, task)
-    assert job_id is not None
-    return job_id
-
-
-def test_a_lost_listener_is_replaced(jobs: Jobs) -> None:
-    """Jobs enqueued while it was away are found when it is back, and later ones at once."""
-    polls: dict[str, Any] = {"poll_interval": 30, "max_poll_interval": 30, "safety_interval": 30}
-    with jobs.worker(quick_tasks(), **polls) as running:
-        running.ready()
-        assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
-        wait_until(lambda: jobs.execute(f"SELECT pid {LISTENERS}"))
-        for _ in range(2):
-            jobs.execute(f"SELECT pg_terminate_backend(pid) {LISTENERS}")
-            meanwhile = enqueue_elsewhere(jobs, "quick")
-            jobs.wait(meanwhile, lambda job: job.status == "succeeded", within=20)
-            wait_until(lambda: jobs.execute(f"SELECT pid {LISTENERS}"))
-        again = enqueue_elsewhere(jobs, "quick")
-        jobs.wait(again, lambda job: job.status == "succeeded", within=20)
-        assert running.log.of("not_listening")
-    assert len(running.log.of("ready")) == 1
-
 
 def test_a_listener_proves_itself_rarely(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its start a quiet listener is left alone, for each proof is a statement."""
@@ -225,104 +181,6 @@ def test_a_job_that_comes_due_during_a_look_is_not_missed(
 
 
 # --- outages ------------------------------------------------------------------------------------
-
-
-class Fleet:
-    """A worker of each driver, each on a database of its own on one server."""
-
-    def __init__(self, server: Cluster, stack: ExitStack) -> None:
-        """Make the databases, without tables."""
-        self.names = {driver: server.create_database() for driver in ON_POSTGRES}
-        self.server = server
-        self.stack = stack
-        self.jobs: dict[str, Jobs] = {}
-        self.running: dict[str, Running] = {}
-
-    def make_tables(self) -> None:
-        """Make each database's table."""
-        for driver, name in self.names.items():
-            url = url_for(self.server, name, driver)
-            self.jobs[driver] = self.stack.enter_context(Jobs.opened(driver, url))
-
-    def start(self, tasks: Tasks, **options: Any) -> None:
-        """Start each database's worker."""
-        for driver, jobs in self.jobs.items():
-            worker = jobs.worker(tasks, **options)
-            self.running[driver] = self.stack.enter_context(worker)
-
-
-@pytest.mark.timeout(240)
-def test_workers_outlive_a_restart_of_the_database(own_cluster: Cluster) -> None:
-    """While the server is away a worker waits; then it records, claims and listens by itself."""
-    tasks = quick_tasks()
-    hold = threading.Event()
-
-    @tasks.task("held")
-    def held(_: JobContext) -> None:
-        assert hold.wait(100)
-
-    @tasks.task("held async")
-    async def held_async(_: JobContext) -> None:
-        await asyncio.to_thread(hold.wait, 100)
-
-    with ExitStack() as stack:
-        fleet = Fleet(own_cluster, stack)
-        fleet.make_tables()
-        fleet.start(tasks, concurrency=4)
-        stack.callback(hold.set)
-        running_jobs: dict[str, list[int]] = {}
-        for driver, jobs in fleet.jobs.items():
-            running_jobs[driver] = [jobs.enqueue("held"), jobs.enqueue("held async")]
-        for driver, jobs in fleet.jobs.items():
-            for job_id in running_jobs[driver]:
-                jobs.wait(job_id, lambda job: job.status == "running")
-        own_cluster.stop()  # this server forgets its last commits in a crash
-        for running in fleet.running.values():
-            running.log.wait_for("not_listening")
-        hold.set()  # the handlers end while there is no database
-        for running in fleet.running.values():
-            running.log.wait_for("broke")
-        own_cluster.start()
-        for driver, jobs in fleet.jobs.items():
-            for job_id in running_jobs[driver]:
-                job = jobs.finished(job_id)
-                assert (driver, job.status, job.attempts) == (driver, "succeeded", 1)
-            job_id = jobs.enqueue("quick")
-            assert jobs.finished(job_id).status == "succeeded"
-        own_cluster.restart()
-        for jobs in fleet.jobs.values():
-            job_id = wait_until(partial(enqueue_elsewhere, jobs, "quick"))
-            assert jobs.finished(job_id).status == "succeeded"
-        for running in fleet.running.values():
-            assert running.thread.is_alive()
-            broke = running.log.of("broke")
-            assert len(broke) < 30, "the log is flooded"
-            assert any(record.levelname == "ERROR" for record in broke)
-
-
-@pytest.mark.timeout(240)
-def test_workers_wait_for_a_database_that_comes_later(own_cluster: Cluster) -> None:
-    """A worker that is started before its database says so, and works when it is there."""
-    with ExitStack() as stack:
-        fleet = Fleet(own_cluster, stack)
-        fleet.make_tables()
-        without_table = own_cluster.create_database()
-        engine = stack.enter_context(open_engine(own_cluster.url(without_table, "psycopg")))
-        tableless = Jobs("psycopg", own_cluster.url(without_table, "psycopg"), engine)
-        own_cluster.stop()
-        fleet.start(quick_tasks())
-        for running in fleet.running.values():
-            running.log.wait_for("unreachable")
-        refused = stack.enter_context(tableless.worker(quick_tasks()))
-        refused.log.wait_for("unreachable")
-        own_cluster.start()
-        for jobs in fleet.jobs.values():
-            job_id = enqueue_elsewhere(jobs, "quick")
-            assert jobs.finished(job_id).status == "succeeded"
-        # No retry makes a table, so the worker whose database has none ends.
-        error = refused.failed()
-        assert isinstance(error, SchemaError)
-        assert "alembic upgrade head" in str(error)
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_a_lost_listener_is_replaced(jobs: Jobs) -> None:
 
 def test_jobs_are_found_when_the_listener_is_back(jobs: Jobs, proxy: Proxy) -> None:
     """Case 22: whoever listens again looks once, for what nobody could tell it."""
-    options = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url)}
+    options: dict[str, Any] = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url)}
     with jobs.worker(quick_tasks(), **options) as running:
         running.ready()
         told(jobs)
@@ -122,7 +122,7 @@ def test_a_worker_without_its_database_listens_as_soon_as_it_is_there(
 @pytest.mark.usefixtures("suspicious")
 def test_a_silent_listener_is_noticed_and_replaced(jobs: Jobs, proxy: Proxy, fault: str) -> None:
     """Case 23: a listener that hears nothing more is replaced, and a warning says so."""
-    options = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url)}
+    options: dict[str, Any] = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url)}
     with jobs.worker(quick_tasks(), **options) as running:
         running.ready()
         told(jobs)
@@ -151,7 +151,7 @@ def test_a_listener_that_is_asked_while_it_is_silent_is_replaced(jobs: Jobs, pro
     hold = threading.Event()
     tasks = quick_tasks()
     tasks.register(lambda _: hold.wait(60) or None, "holds")
-    options = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url), "concurrency": 1}
+    options: dict[str, Any] = {**NEVER_LOOKS, "direct_url": proxy.url(jobs.url), "concurrency": 1}
     with jobs.worker(tasks, **options) as running:
         running.ready()
         told(jobs)
