@@ -11,7 +11,7 @@ import logging
 import traceback
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ._messages import Outcome, Reason
 from .errors import PayloadError, PermanentJobError, RetryAfter, Snooze, seconds
@@ -20,8 +20,8 @@ from .settings import LONGEST_BACKOFF, default_backoff
 from .tasks import JobContext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
-    from typing import Any
 
     from ._messages import Lease
     from .settings import Backoff, WorkerSettings
@@ -55,21 +55,20 @@ def judge(
     *reason* is why the worker had aborted it, if it had: an attempt that ends by raising after
     the worker asked it to stop gives its attempt back, for that is nobody's failure.
     """
-    match error:
-        case None:
-            return Outcome.succeeded(lease, duration)
-        case _ if reason is Reason.SHUTDOWN:
-            return Outcome.released(lease, duration)
-        case Snooze():
-            return Outcome.snoozed(lease, _chosen_delay(error, lease.tries), duration)
-        case RetryAfter():
-            wait = _chosen_delay(error, lease.tries)
-            return Outcome.raised(lease, describe(error), wait, duration)
-        case PermanentJobError() | PayloadError():
-            return Outcome.failed(lease, describe(error), duration)
-        case _:
-            wait = next_delay(_backoff(task, settings), lease.tries)
-            return Outcome.raised(lease, describe(error), wait, duration)
+    if error is None:
+        return Outcome.succeeded(lease, duration)
+    if reason is Reason.SHUTDOWN:
+        return Outcome.released(lease, duration)
+    kind = type(error)  # isinstance() would ask the error, which may lie, or raise
+    if issubclass(kind, Snooze):
+        return Outcome.snoozed(lease, _chosen_delay(error, lease.tries), duration)
+    if issubclass(kind, RetryAfter):
+        wait = _chosen_delay(error, lease.tries)
+        return Outcome.raised(lease, describe(error), wait, duration)
+    if issubclass(kind, PermanentJobError | PayloadError):
+        return Outcome.failed(lease, describe(error), duration)
+    wait = next_delay(_backoff(task, settings), lease.tries)
+    return Outcome.raised(lease, describe(error), wait, duration)
 
 
 def timed_out(lease: Lease, task: Task | None, settings: WorkerSettings) -> Outcome:
@@ -92,23 +91,24 @@ def next_delay(backoff: Backoff, attempt: int) -> float:
             return min(value, LONGEST_BACKOFF)
         problem = f"it returned {delay!r}"
     except BaseException as error:  # noqa: BLE001 - a user's function must not cost an outcome
-        problem = f"it raised {type(error).__name__}"
+        problem = f"it raised {_name_of(type(error))}"
     _log.warning(
         "the backoff of attempt %d is unusable (%s): the default is used", attempt, problem
     )
     return _default_delay(attempt)
 
 
-def _chosen_delay(verdict: RetryAfter | Snooze, attempt: int) -> float:
+def _chosen_delay(verdict: BaseException, attempt: int) -> float:
     """Return the delay that a handler chose, or the default if a subclass made it no delay."""
     try:
-        return seconds(verdict.delay, "delay")
+        delay: Any = getattr(verdict, "delay", None)
+        return seconds(delay, "delay")
     except BaseException as error:  # noqa: BLE001 - a user's class must not cost an outcome
         _log.warning(
             "the delay of %s in attempt %d is unusable (%s): the default is used",
-            type(verdict).__name__,
+            _name_of(type(verdict)),
             attempt,
-            type(error).__name__,
+            _name_of(type(error)),
         )
         return _default_delay(attempt)
 
@@ -121,17 +121,42 @@ def _default_delay(attempt: int) -> float:
 
 def describe(error: BaseException) -> str:
     """Return the error with its traceback from the user's own frame on, always storable."""
-    try:
-        frames = _users_frames(error.__traceback__)
-        deep = _depth(frames) > MOST_FRAMES
-        limit = -MOST_FRAMES if deep else None
-        summary = traceback.TracebackException(
-            type(error), error, frames, limit=limit, compact=True
-        )
-        text = "".join(summary.format())
-    except BaseException:  # noqa: BLE001 - an exception may break whatever looks at it
-        text = f"{type(error).__name__} (the error could not be described)"
+    frames = _users_frames(_traceback_of(error))
+    limit = -MOST_FRAMES if _depth(frames) > MOST_FRAMES else None
+    text = f"{_name_of(type(error))} (the error could not be described)"
+    for form in (_with_its_causes, _alone, _named):
+        try:
+            text = form(error, frames, limit)
+        except BaseException:  # noqa: BLE001, S112 - an exception may break whatever looks at it
+            continue
+        break
     return storable(text.strip(), LONGEST_ERROR)
+
+
+def _with_its_causes(error: BaseException, frames: TracebackType | None, limit: int | None) -> str:
+    summary = traceback.TracebackException(type(error), error, frames, limit=limit, compact=True)
+    return "".join(summary.format())
+
+
+def _alone(error: BaseException, frames: TracebackType | None, limit: int | None) -> str:
+    said = str(error)
+    return f"{_frames(frames, limit)}{_name_of(type(error))}: {said}"
+
+
+def _named(error: BaseException, frames: TracebackType | None, limit: int | None) -> str:
+    return f"{_frames(frames, limit)}{_name_of(type(error))} (the error could not be described)"
+
+
+def _frames(frames: TracebackType | None, limit: int | None) -> str:
+    told = "".join(traceback.format_tb(frames, limit))
+    return told and f"Traceback (most recent call last):\n{told}"
+
+
+# By the slots of the base classes: an error's own class may answer anything, or raise.
+_name_of: Final[Callable[[type], str]] = vars(type)["__name__"].__get__
+_traceback_of: Final[Callable[[BaseException], Any]] = BaseException.__dict__[
+    "__traceback__"
+].__get__
 
 
 def _users_frames(frames: TracebackType | None) -> TracebackType | None:

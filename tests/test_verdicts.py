@@ -14,6 +14,7 @@ from sqlalchemy_jobs import _verdicts as verdicts
 from sqlalchemy_jobs._messages import Lease, Outcome, Reason
 from sqlalchemy_jobs.lifecycle import Event
 from sqlalchemy_jobs.tasks import JobContext, Tasks
+from tests.faults.raised import Anonymous, Impostor, Untouchable
 
 FIRST = Lease(1, 1, task="t", max_attempts=3, timeout=5.0)
 LAST = Lease(1, 3, task="t", max_attempts=3, timeout=5.0)
@@ -219,6 +220,28 @@ def test_every_error_is_storable(error: BaseException, said: str) -> None:
     assert "\x00" not in text
     text.encode()  # no lone surrogates
     assert said in text or said.split(":", maxsplit=1)[0] in text
+
+
+def test_an_error_is_what_it_is_and_not_what_it_says() -> None:
+    """An error that lies about its class, or raises when asked for anything, fails its attempt."""
+    for name, error in {
+        "Untouchable": Untouchable("x"),
+        "Impostor": Impostor("x"),
+        "Anonymous": Anonymous("x"),
+    }.items():
+        outcome = judged(raised(error))
+        assert (outcome.event, outcome.delay) == (Event.RETRY, 10.0)
+        assert name in str(outcome.error)
+
+
+def test_an_odd_cause_does_not_cost_the_message() -> None:
+    """Where the chain of causes cannot be described, the error itself is, with its frames."""
+    for cause in (Untouchable(), Anonymous()):
+        error = raised(ValueError("kept"))
+        error.__cause__ = cause
+        text = verdicts.describe(error)
+        assert text.endswith("ValueError: kept")
+        assert "in raised" in text
 
 
 def fails(job: JobContext[Any]) -> None:
