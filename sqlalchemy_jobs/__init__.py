@@ -20,6 +20,7 @@ from .errors import (
     TaskError,
     UnsupportedDatabaseError,
 )
+from .health import Health, LoopHealth
 from .lifecycle import Status
 from .models import Job, JobMixin, metadata, table_args
 from .session import (
@@ -46,6 +47,7 @@ __all__ = [
     "AsyncJobSessionMixin",
     "AsyncWorker",
     "AutocommitError",
+    "Health",
     "InvalidArgumentError",
     "Job",
     "JobCancelled",
@@ -54,6 +56,7 @@ __all__ = [
     "JobSession",
     "JobSessionMixin",
     "JobsError",
+    "LoopHealth",
     "NewJob",
     "PayloadError",
     "PermanentJobError",

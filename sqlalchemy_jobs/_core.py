@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
@@ -18,8 +19,9 @@ from . import migrations
 from ._bell import Bell
 from ._channel import channel_of
 from ._connections import autocommit
+from ._cures import doubts_schema, is_hopeless, told
 from ._joblog import COUNTED, JobLog
-from ._machine import Machine, Timing, kind_of
+from ._machine import Machine, Phase, Timing, kind_of
 from ._messages import (
     Abort,
     Broke,
@@ -39,6 +41,7 @@ from ._messages import (
     Settled,
     Start,
     Stop,
+    StopRequested,
     Sweep,
     Swept,
     TasksChanged,
@@ -47,10 +50,11 @@ from ._messages import (
 from ._store import Store, describe
 from ._verdicts import timed_out
 from .errors import InvalidArgumentError, SchemaError
+from .health import LATE, Health, State, Vitals
 from .settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from sqlalchemy import Connection, Engine, Table
 
@@ -106,8 +110,10 @@ class Core:
         self.until_idle = False
         self.machine = self._new_machine()
         self.bell = Bell()
+        self.vitals = Vitals()
+        self.failure: BaseException | None = None  # what ends the run, though it was not stopped
         self._engine = engine
-        self._broken: dict[str, int] = {}
+        self._schema_in_doubt = False
 
     def begin(self, *, until_idle: bool) -> None:
         """Begin a run: a new machine with nothing held."""
@@ -116,7 +122,27 @@ class Core:
         self.machine = self._new_machine()
         self.bell = Bell()
         self._said_ready = False
-        self._broken.clear()
+        self.vitals = Vitals()
+        self.vitals.active = True
+        self.failure = None
+
+    @contextmanager
+    def running(self) -> Generator[None, None, None]:
+        """Go around the shell's loop; at its end raise what ended it, if an error did."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below
+            self.failure = error
+        finally:
+            if self.failure is not None:
+                self.vitals.ended_by = describe(self.failure)
+            self.end()
+        if self.failure is not None:
+            raise self.failure
+
+    def end(self) -> None:
+        """End the run."""
+        self.vitals.active = False
 
     def _new_machine(self) -> Machine:
         settings = self.settings
@@ -149,8 +175,9 @@ class Core:
         Raises :class:`~sqlalchemy_jobs.errors.SchemaError` if it is missing or too old.
         """
         connection = autocommit(connection)
-        if self.revision is None:
+        if self.revision is None or self._schema_in_doubt:
             self.revision = migrations.check_schema(connection, self.table)
+            self._schema_in_doubt = False
         return connection
 
     def reached(self, result: object) -> None:
@@ -163,7 +190,7 @@ class Core:
         if isinstance(result, SchemaError) or (
             isinstance(result, BaseException) and self.until_idle
         ):
-            raise result
+            raise told(result)
         if isinstance(result, BaseException):
             self.log.unreachable(describe(result))
 
@@ -176,14 +203,19 @@ class Core:
         now = time.monotonic()
         passed, requests = self.bell.handle(events, now)
         for event in passed:
-            self._note(event)
+            self._note(event, now)
+        if self.failure is not None:
+            passed.append(StopRequested())
         commands: list[Command | Rest | Rouse] = [*self.machine.handle(passed, now)]
         for place, command in enumerate(commands):
             match command:
                 case Claim():
                     self.bell.claiming(command)
-                case Wait(until) if until > self.bell.at:
-                    commands[place] = Wait(self.bell.at)
+                case Wait(until):
+                    if until > self.bell.at:
+                        until = self.bell.at
+                        commands[place] = Wait(until)
+                    self.vitals.turn_by = until
                 case Start(lease):
                     self.log.started(lease)
                 case Abort(lease, reason):
@@ -195,10 +227,10 @@ class Core:
                     pass
         return [*requests, *commands]
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: Event, now: float) -> None:
         match event:
             case Settled(refused=refused, recorded=recorded):
-                self._healed("settle")
+                self._succeeded("settle", now)
                 for outcome in recorded:
                     self.summary.count(outcome.event)
                     self.log.ended(outcome)
@@ -206,15 +238,13 @@ class Core:
                     self.summary.lost += 1
                     self.log.refused(outcome)
             case Claimed():
-                self._healed("claim")
+                self._succeeded("claim", now)
             case Renewed():
-                self._healed("renew")
+                self._succeeded("renew", now)
             case Swept(chore):
-                self._healed(chore)
-            case Broke(command, error):
-                kind = kind_of(command)
-                self._broken[kind] = self._broken.get(kind, 0) + 1
-                self.log.broke(kind, self._broken[kind], error)
+                self._succeeded(chore, now)
+            case Broke():
+                self._broke(event, now)
             case ListenerChanged() if not self._said_ready:
                 self._said_ready = True
                 self.log.ready(
@@ -227,10 +257,63 @@ class Core:
             case _:
                 pass
 
-    def _healed(self, kind: str) -> None:
-        failures = self._broken.pop(kind, 0)
+    def _succeeded(self, loop: str, now: float) -> None:
+        failures = self.vitals.loops[loop].succeed(now)
         if failures:
-            self.log.healed(kind, failures)
+            self.log.healed(loop, failures)
+
+    def _broke(self, event: Broke, now: float) -> None:
+        loop, cause = kind_of(event.command), event.cause
+        if doubts_schema(cause):
+            self._schema_in_doubt = True
+        vital = self.vitals.loops[loop]
+        doomed = vital.fail(event.error, now, hopeless=is_hopeless(cause))
+        self.log.broke(loop, vital.failures, event.error)
+        if cause is not None and (
+            doomed or (isinstance(cause, SchemaError) and self.revision is None)
+        ):
+            self.doom(loop, cause)
+
+    def doom(self, loop: str, error: BaseException) -> None:
+        """Have the run end with *error*, which no retry of *loop* heals, after an orderly stop."""
+        if self.failure is None:
+            self.failure = told(error)
+            self.log.doomed(loop, describe(self.failure))
+
+    # --- for others to see ---------------------------------------------------------------------
+
+    def health(self, zombies: int) -> Health:
+        """Return how the worker is. Safe from any thread."""
+        now, vitals, machine = time.monotonic(), self.vitals, self.machine
+        unrecorded = machine.unrecorded
+        busy = machine.timing.concurrency - machine.free
+        loops = {
+            name: vital.seen(now, idle=name == "renew" and not busy + unrecorded)
+            for name, vital in vitals.loops.items()
+        }
+        state: State
+        if not vitals.active:
+            state, busy, unrecorded = "stopped", 0, 0
+        elif machine.phase is not Phase.RUNNING:
+            state = "stopping"
+        else:
+            state = "starting" if loops["claim"].age is None else "running"
+        late = max(0.0, now - vitals.turn_by) if vitals.active else 0.0
+        return Health(
+            ok=state == "running"
+            and late < LATE
+            and not machine.is_swamped
+            and not any(loop.failures for name, loop in loops.items() if name != "listen"),
+            state=state,
+            ended_by=vitals.ended_by,
+            loops=loops,
+            listening=vitals.active and vitals.listening,
+            slots=machine.timing.concurrency,
+            busy=busy,
+            unrecorded=unrecorded,
+            zombies=zombies,
+            late=late,
+        )
 
 
 def settings_of(options: dict[str, Any]) -> WorkerSettings:

@@ -7,6 +7,7 @@ A line about a job carries ``event, job_id, task, attempt, max_attempts, worker,
 from __future__ import annotations
 
 import logging
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 from ._messages import Reason
@@ -28,6 +29,9 @@ COUNTED: Final = {
 }
 """What the outcomes are called, in the log and in a summary."""
 
+SAY_EVERY: Final = 30.0
+"""Seconds between lines that say that the same loop of a worker fails."""
+
 _LEVELS: Final = {Life.RETRY: logging.WARNING, Life.FAIL: logging.ERROR}
 
 _log = logging.getLogger("sqlalchemy_jobs")
@@ -38,6 +42,8 @@ class JobLog:
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
+        self._said_at: dict[str, float] = {}  # by loop: when its latest failure was told
+        self._down: set[str] = set()  # the loops of which it was told that they fail
 
     # --- about a job ---------------------------------------------------------------------------
 
@@ -137,15 +143,51 @@ class JobLog:
         said = f"cannot reach its database yet and goes on trying: {error}"
         self._say(logging.WARNING, "unreachable", said)
 
-    def broke(self, command: str, failures: int, error: str) -> None:
-        """A command failed: once at error level, then at a rate that its back-off bounds."""
-        level = logging.ERROR if failures == 1 else logging.WARNING
-        self._say(level, "broke", f"{command} failed ({failures} in a row): {error}", command)
+    def broke(self, loop: str, failures: int, error: str) -> None:
+        """A loop failed: told once at error level, then rarely, however often it comes and goes."""
+        level = self._may_tell(loop)
+        if level is not None:
+            self._say(level, "broke", f"{loop} failed ({failures} in a row): {error}", loop)
 
-    def healed(self, command: str, failures: int) -> None:
-        """A command works again."""
-        said = f"{command} works again after {failures} failures"
-        self._say(logging.WARNING, "healed", said, command)
+    def not_listening(self, said: str) -> None:
+        """The listener failed: told likewise."""
+        level = self._may_tell("listen")
+        if level is not None:
+            self._say(level, "not_listening", said, "listen")
+
+    def never_listening(self) -> None:
+        """Notifications never arrived: told once, for a pooler will not change its mind."""
+        if "listen" in self._down:
+            return
+        self._down.add("listen")
+        said = (
+            "notifications do not arrive, so it polls. A pooler in transaction mode, such as "
+            "PgBouncer, accepts LISTEN and delivers nothing: give the server's own address as "
+            "direct_url= or DATABASE_DIRECT_URL"
+        )
+        self._say(logging.WARNING, "not_listening", said, "listen")
+
+    def healed(self, loop: str, failures: int) -> None:
+        """A loop works again, if it was told that it did not."""
+        if loop in self._down:
+            self._down.discard(loop)
+            said = f"{loop} works again after {failures} failures"
+            self._say(logging.WARNING, "healed", said, loop)
+
+    def doomed(self, loop: str, error: str) -> None:
+        """A loop will not work again."""
+        said = f"{loop} fails for good, so it stops: {error}"
+        self._say(logging.CRITICAL, "doomed", said, loop)
+
+    def _may_tell(self, loop: str) -> int | None:
+        """Return at which level a failure is told, or None if it was told a moment ago."""
+        now = monotonic()
+        if now < self._said_at.get(loop, now - SAY_EVERY) + SAY_EVERY:
+            return None
+        self._said_at[loop] = now
+        level = logging.WARNING if loop in self._down else logging.ERROR
+        self._down.add(loop)
+        return level
 
     def abandoned(self, leases: Sequence[Lease]) -> None:
         """The worker stops while handlers run."""

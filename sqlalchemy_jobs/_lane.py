@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ._connections import cut, cut_after, end_statement
+from ._cures import judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +73,7 @@ class Lane:
                     answer = work(connection)
                     end_statement(connection)
             except BaseException as error:  # noqa: BLE001 - it is the answer
-                answer = error
+                answer = error if self._connection is None else judged(error)
                 self._drop()
             if not self._abandoned:
                 done(answer)

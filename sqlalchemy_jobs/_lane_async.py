@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ._connections import cut, end_statement
+from ._cures import judged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -70,7 +71,7 @@ class Lane:
                         answer = await self._connection.run_sync(work)
                         await self._connection.run_sync(end_statement)
                 except Exception as error:  # noqa: BLE001 - it is the answer
-                    answer = error
+                    answer = error if self._connection is None else judged(error)
                     await self._drop()
                 if not self._abandoned:
                     done(answer)

@@ -12,12 +12,13 @@ with it, whatever ends it.
 
 from __future__ import annotations
 
-import logging
 import random
+import time
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from uuid import uuid4
 
-from ._messages import ListenerChanged, Notified, Rested
+from ._cures import Defect, is_hopeless
+from ._messages import ListenerChanged, Notified, Rested, Tick
 from ._store import describe
 from .sqltypes import MARK, SILENT, bucket_of, lock_key
 
@@ -69,10 +70,8 @@ STAY: Final = "SET idle_session_timeout = 0"
 LONGEST_PAUSE: Final = 30.0
 LONGEST_SILENT_PAUSE: Final = 300.0
 
-_log = logging.getLogger("sqlalchemy_jobs")
 
-
-class SilentError(Exception):
+class SilentError(ConnectionError):
     """LISTEN was accepted and nothing arrives."""
 
 
@@ -86,10 +85,11 @@ class Listening:
         self.own_channel = f"jobs.probe.{uuid4().hex}"
         self.nonce = ""
         self.marked: set[int] = set()  # the buckets whose mark of a resting worker is held
+        self.proofs = 1  # how often a new connection must prove itself
         self._failures = 0
         self._was_up: bool | None = None
-        self.proofs = 1  # how often a new connection must prove itself
-        self._warned = False
+        self._never_up = True
+        self._vitals = core.vitals
 
     def unavailable(self, engine: Engine) -> str | None:
         """Return why there is no LISTEN on this engine, or None."""
@@ -110,7 +110,10 @@ class Listening:
     def heard(self, channel: str, payload: str) -> bool:
         """Take a notification; True if it is the nonce that was sent."""
         if channel == self.own_channel:
-            return payload == self.nonce
+            if payload != self.nonce:
+                return False
+            self._vitals.loops["listen"].succeed(time.monotonic())
+            return True
         # The payload is the task; foreign ones are no reason to look.
         if not payload or payload in self.core.tasks:
             self.post(Notified())
@@ -120,6 +123,13 @@ class Listening:
         """Return what sends the next nonce."""
         self.nonce = nonce = uuid4().hex
         return lambda connection: self.core.store.notify(connection, self.own_channel, nonce)
+
+    @staticmethod
+    def was_sent(answer: Any) -> bool:
+        """Return whether the nonce was sent. Raises what kept it from that for good."""
+        if isinstance(answer, Defect):
+            raise answer
+        return not isinstance(answer, BaseException)
 
     def resting(self) -> Steps:
         """Take the marks of this worker's tasks, and ask whether all is quiet.
@@ -146,11 +156,11 @@ class Listening:
 
     def up(self) -> None:
         """Report that notifications arrive."""
-        self._failures = 0
         if self._was_up is False:
-            _log.warning("worker %s: notifications arrive again", self.core.name)
-        self._was_up = True
-        self._warned = False
+            self.core.log.healed("listen", self._failures)
+        self._failures = 0
+        self._was_up, self._never_up = True, False
+        self._vitals.listening = True
         self.post(ListenerChanged(up=True))
 
     def down(self, error: BaseException) -> float:
@@ -159,23 +169,14 @@ class Listening:
         if silent:
             self.proofs = PROOFS_OF_THE_SUSPECT
         why = "notifications do not arrive; it polls" if silent else describe(error)
-        if not self._warned:
-            self._warned = True
-            if silent and not self._was_up:
-                _log.warning(
-                    "worker %s: notifications do not arrive, so it polls. A pooler in transaction "
-                    "mode, such as PgBouncer, accepts LISTEN and delivers nothing: give the "
-                    "server's own address as direct_url= or DATABASE_DIRECT_URL",
-                    self.core.name,
-                    extra={"event": "not_listening", "worker": self.core.name},
-                )
-            else:
-                _log.warning(
-                    "worker %s: the listener was lost and is being replaced: %s",
-                    self.core.name,
-                    why,
-                    extra={"event": "not_listening", "worker": self.core.name},
-                )
+        if silent and self._never_up:
+            self.core.log.never_listening()
+        else:
+            self.core.log.not_listening(f"the listener was lost and is being replaced: {why}")
+        vital = self._vitals.loops["listen"]
+        if vital.fail(why, time.monotonic(), hopeless=is_hopeless(error)):
+            self.doom(error)
+        self._vitals.listening = False
         if self._was_up is not False:
             self._was_up = False
             self.post(ListenerChanged(up=False, reason=why))
@@ -183,6 +184,11 @@ class Listening:
         longest = LONGEST_SILENT_PAUSE if silent else LONGEST_PAUSE
         pause = min(2.0 ** (min(self._failures, 10) - 1), longest)
         return pause * (0.5 + random.random() / 2)  # noqa: S311 - no secret depends on it
+
+    def doom(self, error: BaseException) -> None:
+        """Have the worker end with *error*, for there will be no listener any more."""
+        self.core.doom("listen", error)
+        self.post(Tick())
 
 
 class Listener(Protocol):

@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import NullPool
 
 from ._connections import cut, direct_url, keep_alive, own_engine
+from ._cures import judged
 from ._listen import (
     ANSWER_WITHIN,
     PROVE_AGAIN_AFTER,
@@ -77,13 +78,21 @@ class _TaskListener:
             self._task.cancel()
 
     async def _run(self) -> None:
+        try:
+            await self._keep_listening()
+        except Exception as error:  # noqa: BLE001 - else nobody would know that it has ended
+            self._listening.doom(error)
+
+    async def _keep_listening(self) -> None:
         while not self._stopped:
+            connected = False
             servant: asyncio.Task[None] | None = None
             driver: _Driver | None = None
             self._lost, self._returned = None, False
             requests: asyncio.Queue[Request | None] = asyncio.Queue()
             try:
                 connection = await self._engine.connect()
+                connected = True
                 try:
                     raw = await connection.get_raw_connection()
                     found = raw.driver_connection
@@ -115,7 +124,8 @@ class _TaskListener:
             except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
                 if not self._stopped:
                     self._may_cancel = True
-                    await asyncio.sleep(self._listening.down(error))
+                    pause = self._listening.down(judged(error) if connected else error)
+                    await asyncio.sleep(pause)
                     self._may_cancel = False
 
     def _hear(self, channel: str, payload: str) -> None:
@@ -174,7 +184,7 @@ class _TaskListener:
                 answer = await sent
         except TimeoutError:
             return False  # the other connection is in trouble; this one is not to blame
-        if isinstance(answer, BaseException):
+        if not self._listening.was_sent(answer):
             return False
         until = time.monotonic() + ANSWER_WITHIN
         while not self._returned:

@@ -14,6 +14,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from ._connections import cut, cut_after, direct_url, keep_alive, own_engine
+from ._cures import judged
 from ._listen import (
     ANSWER_WITHIN,
     PROVE_AGAIN_AFTER,
@@ -76,9 +77,17 @@ class _ThreadListener:
             self._wake_in.send(b"x")
 
     def run(self) -> None:
+        try:
+            self._keep_listening()
+        except BaseException as error:  # noqa: BLE001 - else nobody would know that it has ended
+            self._listening.doom(error)
+
+    def _keep_listening(self) -> None:
         while not self._stopped.is_set():
+            connected = False
             try:
                 with self._engine.connect() as connection:
+                    connected = True
                     try:
                         self._listen(connection)
                     finally:
@@ -86,7 +95,8 @@ class _ThreadListener:
                         connection.invalidate()
             except Exception as error:  # noqa: BLE001 - whatever it was, a new connection is the cure
                 if not self._stopped.is_set():
-                    self._stopped.wait(self._listening.down(error))
+                    pause = self._listening.down(judged(error) if connected else error)
+                    self._stopped.wait(pause)
             finally:
                 with suppress(Exception):
                     self._engine.dispose()
@@ -155,7 +165,7 @@ class _ThreadListener:
         )
         if self._read(driver, ANSWER_WITHIN, answers) or self._stopped.is_set():
             return True
-        if not answers or isinstance(answers[0], BaseException):
+        if not answers or not self._listening.was_sent(answers[0]):
             return False  # the other connection is in trouble; this one is not to blame
         if not self._read(driver, ANSWER_WITHIN) and not self._stopped.is_set():
             raise SilentError

@@ -16,7 +16,8 @@ Laws, each with a property test:
 * of each kind of database command at most one is in flight, and each failing kind backs off alone;
 * a local lease is counted from when the Claim or Renew was *issued*, so it never outlives the
   row's own; a running attempt whose local lease ran out is aborted;
-* an outcome is kept, renewed and sent again until a Settle with it is answered;
+* an outcome is kept, renewed and sent again until a Settle with it is answered; if they pile up,
+  nothing more is claimed;
 * leases are renewed while stopping, and a claim answered after the stop is given back;
 * every answer but the last ends with exactly one ``Wait``, and a waiting time is finite.
 """
@@ -71,6 +72,11 @@ LONGEST_BACKOFF: Final = 30.0
 
 SHORTEST_LOOK: Final = 0.005
 """Seconds: the least wait for a job that is about to become due, so that no look spins."""
+
+MOST_UNRECORDED: Final = 10
+LEAST_UNRECORDED: Final = 100
+"""Outcomes a slot, or at least in all, that may wait for being recorded until nothing more is
+claimed: each is a job that runs again if the worker dies now."""
 
 DRAIN_SHARE: Final = 2 / 3
 """The part of the shutdown timeout that waits for running jobs before they are aborted."""
@@ -178,6 +184,17 @@ class Machine:
     def free(self) -> int:
         """Slots without a handler."""
         return self.timing.concurrency - len(self._running)
+
+    @property
+    def unrecorded(self) -> int:
+        """Outcomes that are not in the database yet, or not known to be."""
+        return len(self._ended)
+
+    @property
+    def is_swamped(self) -> bool:
+        """So many outcomes wait that no more are to come."""
+        most = max(LEAST_UNRECORDED, MOST_UNRECORDED * self.timing.concurrency)
+        return len(self._ended) >= most
 
     # --- the only door -------------------------------------------------------------------------
 
@@ -425,6 +442,7 @@ class Machine:
             "claim" in self._flights
             or now < self._look_at
             or self.free <= 0
+            or self.is_swamped
             or now < self._not_before.get("claim", now)
         ):
             return
@@ -483,7 +501,7 @@ class Machine:
         if self.phase is not Phase.RUNNING:
             stopping = self._abort_at if self.phase is Phase.DRAINING else self._stop_at
             return min(until, stopping)
-        if "claim" not in flights and self.free > 0:
+        if "claim" not in flights and self.free > 0 and not self.is_swamped:
             until = min(until, max(self._look_at, self._not_before.get("claim", 0.0)))
         if not any(chore in flights for chore in Chore):
             sweeps = (max(self._sweep_at[c], self._not_before.get(c, 0.0)) for c in Chore)

@@ -253,6 +253,7 @@ class Broke:
 
     command: DatabaseCommand
     error: str = ""
+    cause: BaseException | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,12 @@ class Watchdog:
         self._timer = self._loop.call_later(self._late / 2, self._turn)
 
     def _watch(self) -> None:
+        try:
+            self._keep_watching()
+        except Exception as error:  # noqa: BLE001 - else nobody would know that it has ended
+            self._core.doom("watchdog", error)
+
+    def _keep_watching(self) -> None:
         blocked_since: float | None = None
         renewed_at = 0.0
         while not self._stopped.wait(self._late / 2):

@@ -43,6 +43,7 @@ from ._messages import (
     Interrupt,
     Lease,
     Notified,
+    Reason,
     Renew,
     Rest,
     Rested,
@@ -60,7 +61,7 @@ from ._store import describe
 from ._target import table_of
 from ._threads import Threads
 from ._wake import register
-from .errors import InvalidArgumentError, SchemaError
+from .errors import InvalidArgumentError
 from .models import Job
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from .health import Health
     from .settings import WorkerOptions
     from .tasks import Tasks
 
@@ -99,9 +101,7 @@ class Worker:
         self._engine = engine
         self._tasks = tasks
         self._core = Core(engine, table_of(job_class), tasks, settings_of(dict(options)))
-        self._inbox: queue.SimpleQueue[Event | Rested | TasksChanged | BaseException] = (
-            queue.SimpleQueue()
-        )
+        self._inbox: queue.SimpleQueue[Event | Rested | TasksChanged] = queue.SimpleQueue()
         self._attempts: dict[tuple[int, int], Attempt] = {}
         self._lanes: dict[str, Lane] = {}
         self._thread: threading.Thread | None = None
@@ -118,6 +118,14 @@ class Worker:
         """Handlers that still run although their attempts are over."""
         return sum(attempt.aborted is not None for attempt in list(self._attempts.values()))
 
+    def health(self) -> Health:
+        """Return how it is, for probes and dashboards.
+
+        Safe from any thread and at any time, before and after a run too. It asks nobody and takes
+        microseconds.
+        """
+        return self._core.health(self.zombies)
+
     # --- from start to stop --------------------------------------------------------------------
 
     def run(self, *, until_idle: bool = False) -> Summary:
@@ -129,7 +137,7 @@ class Worker:
 
         Raises :class:`SchemaError` if the table is missing or older than this release. A database
         that cannot be reached is waited for, but with *until_idle* its error is raised at the
-        start.
+        start. What no retry heals, in any of its loops, ends it as a stop does and is raised.
         """
         with self._started(until_idle=until_idle), stop_by_signal(self.stop):
             self._loop()
@@ -188,6 +196,7 @@ class Worker:
             for lane in self._lanes.values():
                 lane.close()
             self._threads.close()
+            core.end()
             self._running.release()
 
     def _check_schema(self) -> None:
@@ -213,17 +222,21 @@ class Worker:
 
     def _loop(self) -> None:
         events: list[Event | Rested | TasksChanged] = []
-        while True:
-            until = time.monotonic()
-            for command in self._core.handle(events):
-                match command:
-                    case Wait(until):
-                        pass
-                    case Stop():
-                        return
-                    case _:
-                        self._carry_out(command)
-            events = self._next_events(until)
+        with self._core.running():
+            try:
+                while True:
+                    until = time.monotonic()
+                    for command in self._core.handle(events):
+                        match command:
+                            case Wait(until):
+                                pass
+                            case Stop():
+                                return
+                            case _:
+                                self._carry_out(command)
+                    events = self._next_events(until)
+            finally:
+                self._leave_attempts()
 
     def _next_events(self, until: float) -> list[Event | Rested | TasksChanged]:
         """Wait for an event, and take along all that are there: they are decided together."""
@@ -231,8 +244,6 @@ class Worker:
         try:
             event = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             while True:
-                if isinstance(event, BaseException):
-                    raise event
                 events.append(event)
                 event = self._inbox.get_nowait()
         except queue.Empty:
@@ -269,10 +280,8 @@ class Worker:
         self._lanes["leases"].submit(work, done, within)
 
     def _answered(self, command: DatabaseCommand, answer: Any) -> None:
-        if isinstance(answer, SchemaError):
-            self._inbox.put(answer)  # no retry heals it
-        elif isinstance(answer, BaseException):
-            self._inbox.put(Broke(command, describe(answer)))
+        if isinstance(answer, BaseException):
+            self._inbox.put(Broke(command, describe(answer), answer))
         else:
             self._inbox.put(answer)
 
@@ -291,7 +300,10 @@ class Worker:
         attempt = Attempt(lease, self._core.tasks.get(lease.task), self._core.settings)
         self._attempts[lease.key] = attempt
         context = self._context_vars.copy()
-        self._threads.run(lambda: context.run(self._run_attempt, attempt))
+        try:
+            self._threads.run(lambda: context.run(self._run_attempt, attempt))
+        except RuntimeError as error:  # the system has no thread left
+            self._end(attempt, error)
 
     def _run_attempt(self, attempt: Attempt) -> None:
         """Run one handler, in its own thread. Any BaseException is an outcome."""
@@ -304,6 +316,9 @@ class Worker:
                 attempt.check_returned(attempt.task.handler(job))
         except BaseException as raised:  # noqa: BLE001 - SystemExit and its like are outcomes too
             error = raised
+        self._end(attempt, error)
+
+    def _end(self, attempt: Attempt, error: BaseException | None) -> None:
         finished = Finished(attempt.end(error))
         self._attempts.pop(attempt.lease.key, None)  # a zombie of an earlier run is in no list
         self._inbox.put(finished)
@@ -330,3 +345,9 @@ class Worker:
         attempt = self._attempts.get(command.lease.key)
         if attempt is not None:
             attempt.abort(command.reason)
+
+    def _leave_attempts(self) -> None:
+        """Tell the handlers that were not told yet, for an error ended the loop."""
+        for attempt in list(self._attempts.values()):
+            if attempt.aborted is None:
+                attempt.abort(Reason.SHUTDOWN)

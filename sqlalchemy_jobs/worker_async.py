@@ -42,6 +42,7 @@ from ._messages import (
     Interrupt,
     Lease,
     Notified,
+    Reason,
     Renew,
     Rest,
     Rested,
@@ -60,7 +61,7 @@ from ._target import table_of
 from ._threads import Threads
 from ._wake import register
 from ._watchdog import Watchdog
-from .errors import InvalidArgumentError, SchemaError
+from .errors import InvalidArgumentError
 from .models import Job
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from .health import Health
     from .settings import WorkerOptions
     from .tasks import Tasks
 
@@ -118,6 +120,14 @@ class AsyncWorker:
         """Handlers that still run although their attempts are over."""
         return sum(attempt.aborted is not None for attempt in list(self._attempts.values()))
 
+    def health(self) -> Health:
+        """Return how it is, for probes and dashboards.
+
+        Safe from any thread and at any time, before and after a run too. It asks nobody and takes
+        microseconds.
+        """
+        return self._core.health(self.zombies)
+
     # --- from start to stop --------------------------------------------------------------------
 
     async def run(self, *, until_idle: bool = False) -> Summary:
@@ -129,7 +139,7 @@ class AsyncWorker:
 
         Raises :class:`SchemaError` if the table is missing or older than this release. A database
         that cannot be reached is waited for, but with *until_idle* its error is raised at the
-        start.
+        start. What no retry heals, in any of its loops, ends it as a stop does and is raised.
         """
         async with self._started(until_idle=until_idle):
             with stop_by_signal(self.stop):
@@ -200,6 +210,7 @@ class AsyncWorker:
             for lane in self._lanes.values():
                 await lane.close()
             self._threads.close()
+            core.end()
             self._running = False
 
     async def _check_schema(self) -> None:
@@ -227,20 +238,21 @@ class AsyncWorker:
 
     async def _loop(self) -> None:
         events: list[Event | Rested | TasksChanged] = []
-        try:
-            while True:
-                until = time.monotonic()
-                for command in self._core.handle(events):
-                    match command:
-                        case Wait(until):
-                            pass
-                        case Stop():
-                            return
-                        case _:
-                            self._carry_out(command)
-                events = await self._next_events(until)
-        finally:
-            self._leave_stuck_tasks()
+        with self._core.running():
+            try:
+                while True:
+                    until = time.monotonic()
+                    for command in self._core.handle(events):
+                        match command:
+                            case Wait(until):
+                                pass
+                            case Stop():
+                                return
+                            case _:
+                                self._carry_out(command)
+                    events = await self._next_events(until)
+            finally:
+                self._leave_attempts()
 
     async def _next_events(self, until: float) -> list[Event | Rested | TasksChanged]:
         """Wait for an event, and take along all that are there: they are decided together."""
@@ -250,9 +262,6 @@ class AsyncWorker:
             timer = self._event_loop.call_later(delay, self._ring)
             await self._waiter
             timer.cancel()
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
         events, self._events = self._events, []
         return events
 
@@ -302,11 +311,8 @@ class AsyncWorker:
         self._lanes["leases"].submit(work, done, within)
 
     def _answered(self, command: DatabaseCommand, answer: Any) -> None:
-        if isinstance(answer, SchemaError):  # no retry heals it
-            self._failure = answer
-            self._ring()
-        elif isinstance(answer, BaseException):
-            self._post(Broke(command, describe(answer)))
+        if isinstance(answer, BaseException):
+            self._post(Broke(command, describe(answer), answer))
         else:
             self._post(answer)
 
@@ -328,7 +334,10 @@ class AsyncWorker:
         self._attempts[lease.key] = attempt
         context = self._context_vars.copy()
         if task is not None and not task.is_async:
-            self._threads.run(lambda: context.run(self._run_in_thread, attempt))
+            try:
+                self._threads.run(lambda: context.run(self._run_in_thread, attempt))
+            except RuntimeError as error:  # the system has no thread left
+                self._end(attempt, error)
         else:
             attempt.runner = self._event_loop.create_task(
                 self._run_attempt(attempt), context=context
@@ -364,13 +373,15 @@ class AsyncWorker:
         if attempt is not None:
             attempt.abort(command.reason)
 
-    def _leave_stuck_tasks(self) -> None:
-        """Let go of handlers that ignore their cancellation.
+    def _leave_attempts(self) -> None:
+        """Tell the handlers that were not told yet, for an error ended the loop; let go of all.
 
         ``asyncio.run`` waits for every task it knows when the program ends; one that never ends
         would keep the process alive beyond the shutdown timeout.
         """
-        for attempt in self._attempts.values():
+        for attempt in list(self._attempts.values()):
+            if attempt.aborted is None:
+                attempt.abort(Reason.SHUTDOWN)
             runner = attempt.runner
             if runner is not None and not runner.done():
                 runner.cancel()

@@ -28,6 +28,7 @@ FLOORS: Final[tuple[tuple[str, ...], ...]] = (
     ("_watchdog", "_listen_thread", "_listen_async", "_lane", "_lane_async"),
     ("_listen",),
     ("_core", "_bell", "_attempts", "_joblog", "_signals", "_threads"),
+    ("_cures", "health"),
     ("_connections",),
     ("session", "_verdicts"),
     ("_newjob", "_target", "_wake"),
