@@ -18,6 +18,7 @@ from sqlalchemy import (
     Numeric,
     Table,
     Text,
+    TypeDecorator,
     and_,
     bindparam,
     case,
@@ -29,6 +30,7 @@ from sqlalchemy import (
     select,
     text,
     true,
+    type_coerce,
     update,
 )
 from sqlalchemy.dialects.sqlite import Insert, insert
@@ -41,7 +43,7 @@ from .statements import HORIZON, Statements, changes, literal_status
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import ColumnElement, Executable
+    from sqlalchemy import ColumnElement, Dialect, Executable
 
     from ._messages import Lease, Outcome
     from ._window import Look
@@ -49,6 +51,19 @@ if TYPE_CHECKING:
 
 _WORKER = bindparam("worker", type_=Text)
 _LIMIT = bindparam("limit", type_=Integer)
+
+
+class _Written(TypeDecorator[Any]):
+    """Text, as bytes if it cannot be decoded."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_result_value(self, value: bytes | None, dialect: Dialect) -> str | bytes | None:  # noqa: ARG002 - the base class's signature
+        try:
+            return None if value is None else value.decode()
+        except UnicodeDecodeError:
+            return value
 
 
 class SqliteStatements(Statements):
@@ -97,6 +112,21 @@ class SqliteStatements(Statements):
             # As text: whatever a hand has written there, it can be read and sorted.
             .returning(*self._lease(cast(row.run_at, Text), row.run_at))
         )
+
+    def _lease(
+        self, run_at: ColumnElement[Any], since: ColumnElement[Any]
+    ) -> list[ColumnElement[Any]]:
+        # A column's type is only a wish here, and one value that cannot be read, or is of another
+        # kind, would cost the whole claim.
+        row = self.table.c
+        read: dict[str, ColumnElement[Any]] = {
+            "max_attempts": cast(row.max_attempts, Integer),
+            "timeout_s": cast(row.timeout_s, Float),
+            "payload": type_coerce(cast(row.payload, LargeBinary), _Written()),
+            "meta": type_coerce(cast(row.meta, LargeBinary), _Written()),
+        }
+        columns = super()._lease(run_at, since)
+        return [read[c.key].label(c.key) if c.key in read else c for c in columns]
 
     def _survey(self) -> Executable:
         row = self.table.c

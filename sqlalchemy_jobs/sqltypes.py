@@ -173,10 +173,11 @@ def _(element: errors_appended, compiler: SQLCompiler, **kw: Any) -> str:
 def _(element: errors_appended, compiler: SQLCompiler, **kw: Any) -> str:
     errors, attempt, worker, error = (compiler.process(c, **kw) for c in element.clauses)
     return (
-        f"json_insert(CASE WHEN json_valid({errors}) AND json_type({errors}) = 'array' THEN CASE"
+        f"json_insert(CASE WHEN {_is_json(errors)} AND json_type({errors}) = 'array' THEN CASE"
         f" WHEN json_array_length({errors}) >= {KEPT_ERRORS} THEN json_remove({errors}, '$[0]')"
-        f" ELSE {errors} END ELSE '[]' END, '$[#]', json_object('attempt', {attempt},"
-        f" 'at', strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'), 'worker', {worker}, 'error', {error}))"
+        f" ELSE {errors} END ELSE '[]' END, '$[#]', json_object("
+        f"'attempt', CAST({attempt} AS INTEGER), 'at', strftime('%Y-%m-%dT%H:%M:%f+00:00', 'now'),"
+        f" 'worker', {worker}, 'error', {error}))"
     )
 
 
@@ -198,7 +199,12 @@ def _(element: errors_kept, compiler: SQLCompiler, **kw: Any) -> str:
 @compiles(errors_kept, "sqlite")
 def _(element: errors_kept, compiler: SQLCompiler, **kw: Any) -> str:
     errors = compiler.process(element.clauses, **kw)
-    return f"CASE WHEN json_valid({errors}) THEN json_array_length({errors}) ELSE 0 END"
+    return f"CASE WHEN {_is_json(errors)} THEN json_array_length({errors}) ELSE 0 END"
+
+
+def _is_json(column: str) -> str:
+    # Bytes may be valid JSON, and are then refused by whatever takes JSON.
+    return f"(typeof({column}) = 'text' AND json_valid({column}))"
 
 
 class microseconds(FunctionElement[int]):  # noqa: N801 - reads as an SQL function

@@ -1,17 +1,16 @@
-"""Whatever is enqueued, raised or written into a row by hand: it ends, and harms no other job."""
+"""Whatever is given to a job, and whatever its handler raises: it is refused, or runs and ends."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
@@ -26,6 +25,7 @@ from sqlalchemy_jobs import (
 )
 from tests.enqueue_tools import change, counted, in_session
 from tests.faults.raised import HUGE, Error, errors, texts
+from tests.faults.search import SETTINGS
 from tests.workers import EVERYWHERE, jobs_on
 
 if TYPE_CHECKING:
@@ -33,17 +33,11 @@ if TYPE_CHECKING:
 
     from tests.workers import Jobs
 
-EXAMPLES = int(os.environ.get("SQLALCHEMY_JOBS_EXAMPLES", "5"))
-"""Each of a few dozen jobs, which one worker runs."""
-
 
 @pytest.fixture(params=EVERYWHERE)
 def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
     """Run on every driver."""
     yield from jobs_on(request)
-
-
-# --- jobs that somebody enqueues ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -175,13 +169,7 @@ wishes = st.builds(
 def test_what_is_accepted_runs_and_reads_back_and_the_rest_is_refused(jobs: Jobs) -> None:
     """What cannot be stored is refused by its name before any SQL; all else ends as meant."""
 
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a worker a step is no way to shrink
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+    @SETTINGS
     @given(st.lists(wishes, min_size=10, max_size=40))
     @example([Wish("huge", {"a": 1}, None, None, 1, HUGE), Wish("good", 1, None, None, 1, None)])
     def search(batch: list[Wish]) -> None:
