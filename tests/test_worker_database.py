@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +17,7 @@ from sqlalchemy_jobs._connections import autocommit
 from sqlalchemy_jobs._store import Store
 from sqlalchemy_jobs.statements import Statements
 from tests.engines import open_async_engine
-from tests.faults.fleets import enqueue_elsewhere, quick_tasks, url_for
+from tests.faults.fleets import enqueue_elsewhere, quick_tasks
 from tests.workers import ON_POSTGRES, Jobs, jobs_on, wait_until
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
 
     from tests.conftest import Database
-    from tests.postgres import Server
 
 
 @pytest.fixture(params=ON_POSTGRES)
@@ -240,42 +238,6 @@ def test_old_jobs_are_pruned_in_batches_while_others_run(jobs: Jobs) -> None:
     finally:
         hold.set()
         jobs.execute("DROP TRIGGER note_batch ON jobs.jobs")
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(240)
-def test_an_idle_worker_hardly_asks(cluster: Server) -> None:
-    """With LISTEN, a minute of idling costs at most 8 statements, all connections together."""
-    with ExitStack() as stack:
-        names: dict[str, str] = {}
-        for driver in ON_POSTGRES:
-            names[driver] = name = cluster.create_database()
-            stack.callback(cluster.drop_database, name)
-            url = url_for(cluster, name, driver)
-            jobs = stack.enter_context(Jobs.opened(driver, url))
-            running = stack.enter_context(
-                jobs.worker(quick_tasks(), poll_interval=2, max_poll_interval=30)
-            )
-            running.ready()
-            assert jobs.finished(enqueue_elsewhere(jobs, "quick")).status == "succeeded"
-        probe = cluster.create_database()
-        stack.callback(cluster.drop_database, probe)
-        try:
-            cluster.psql("CREATE EXTENSION pg_stat_statements", probe)
-        except Exception as error:  # noqa: BLE001 - whatever it lacks
-            pytest.skip(f"no pg_stat_statements: {error}")
-        count = (
-            "SELECT datname, coalesce(sum(calls), 0)::int, "
-            "array_agg(calls || ' ' || left(query, 60)) "
-            "FROM pg_stat_statements JOIN pg_database ON oid = dbid GROUP BY datname"
-        )
-        time.sleep(3)  # the last outcome, and the look that follows
-        cluster.psql("SELECT pg_stat_statements_reset()", probe)
-        time.sleep(60)
-        asked = {name: (calls, said) for name, calls, said in cluster.psql(count, probe)}
-        for driver, name in names.items():
-            calls, said = asked.get(name, (0, []))
-            assert 2 <= calls <= 8, (driver, said)
 
 
 # --- poolers ------------------------------------------------------------------------------------

@@ -47,6 +47,12 @@ def enqueue_elsewhere(jobs: Jobs, task: str = "quick", payload: Any = None, **op
     return job_id
 
 
+def told(jobs: Jobs, task: str = "quick") -> None:
+    """Assert that a job of another process is run: that somebody was notified, or looked."""
+    job_id = enqueue_elsewhere(jobs, task)
+    assert jobs.finished(job_id).status == "succeeded"
+
+
 def url_for(server: Server, database: str, driver: str) -> str:
     """Return the URL of a database for a driver of ours."""
     return server.url(database, "asyncpg" if driver == "asyncpg" else "psycopg")
