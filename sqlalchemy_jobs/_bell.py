@@ -28,6 +28,7 @@ from ._messages import (
     Claim,
     Claimed,
     Event,
+    Finished,
     ListenerChanged,
     Notified,
     Rest,
@@ -81,6 +82,9 @@ class Bell:
         passed: list[Event] = []
         requests: list[Request] = []
         for event in events:
+            if isinstance(event, Finished):  # by far the most, and of no concern here
+                passed.append(event)
+                continue
             if isinstance(event, Rested):
                 self._rested(event, now, passed)
                 continue

@@ -13,7 +13,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, Integer, bindparam, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.pool import SingletonThreadPool, StaticPool
 
@@ -25,15 +25,23 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
-# A generic plan that was made while the table was empty scans it for ever; and a claim at a
-# higher isolation than READ COMMITTED fails where it should skip.
+# Planning takes a third of a claim's time, and the plan is always the same but for one trap: made
+# while the table was empty it would scan the table for ever. A claim at a higher isolation than
+# READ COMMITTED fails where it should skip. What waits for the next job is in use. Behind a pooler
+# the process that answers is not the one that the driver was told of, and the session goes on to
+# others, who must not find these settings. The arrays are the types of
+# parameters to come: asyncpg asks about each that it meets, in eight round trips, which are part
+# of connecting here, and would else be part of a statement whose time is bounded.
 _SETUP: Final = text(
-    "SELECT set_config(name, value, false) FROM (VALUES"
-    " ('plan_cache_mode', 'force_custom_plan'),"
+    "SELECT set_config(name, value, false), CAST(NULL AS text[]), CAST(NULL AS smallint[]),"
+    " CAST(NULL AS integer[]), CAST(NULL AS bigint[]), CAST(NULL AS float8[]) FROM (VALUES"
+    " ('plan_cache_mode', 'force_generic_plan'),"
+    " ('enable_seqscan', 'off'),"
     " ('default_transaction_isolation', 'read committed'),"
-    " ('idle_session_timeout', '0')"  # what waits for the next job is in use
-    ") AS wanted(name, value) WHERE current_setting(name) <> value"
-)
+    " ('idle_session_timeout', '0')"
+    ") AS wanted(name, value)"
+    " WHERE current_setting(name, true) <> value AND pg_backend_pid() = :connected_to"
+).bindparams(bindparam("connected_to", type_=Integer))
 
 _KEEPALIVE: Final = {
     "TCP_KEEPIDLE": 10,
@@ -70,15 +78,18 @@ def own_engine(engine: Engine) -> Engine:
 def autocommit(connection: Connection) -> Connection:
     """Set *connection* up for the worker's statements. Idempotent.
 
-    Whoever turned asyncpg's cache of prepared statements off has a pooler in between, which may
-    send the preparation and the execution of a statement to two servers unless a transaction
-    holds them together. :func:`end_statement` ends it.
+    Whoever turned prepared statements off has a pooler in between. That may send each transaction
+    to another server, so what a session should be like cannot be set, and would be left to others;
+    and asyncpg prepares a statement all the same, which only a transaction keeps beside its
+    execution. :func:`end_statement` ends it.
     """
-    level = "READ COMMITTED" if _is_pooled(connection) else "AUTOCOMMIT"
+    pooled = _is_pooled(connection)
+    level = "READ COMMITTED" if pooled else "AUTOCOMMIT"
     if connection.get_execution_options().get("isolation_level") != level:
         connection = connection.execution_options(isolation_level=level)
-    if connection.dialect.name == "postgresql":
-        connection.execute(_SETUP).all()
+    if connection.dialect.name == "postgresql" and not pooled:
+        connected_to = _backend(connection.connection.driver_connection)
+        connection.execute(_SETUP, {"connected_to": connected_to}).all()
     keep_alive(connection.connection.driver_connection)
     end_statement(connection)
     return connection
@@ -91,8 +102,19 @@ def end_statement(connection: Connection) -> None:
 
 
 def _is_pooled(connection: Connection) -> bool:
-    raw = connection.connection.dbapi_connection
-    return getattr(raw, "_prepared_statement_cache", connection) is None
+    asyncpg = connection.connection.dbapi_connection
+    psycopg = connection.connection.driver_connection
+    return (
+        getattr(asyncpg, "_prepared_statement_cache", connection) is None
+        or getattr(psycopg, "prepare_threshold", connection) is None
+    )
+
+
+def _backend(driver_connection: Any) -> int:
+    """The server process that the driver was told of when it connected."""
+    if hasattr(driver_connection, "get_server_pid"):  # asyncpg
+        return int(driver_connection.get_server_pid())
+    return int(driver_connection.info.backend_pid)
 
 
 def _is_in_memory(engine: Engine) -> bool:

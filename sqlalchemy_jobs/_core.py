@@ -30,6 +30,7 @@ from ._messages import (
     Command,
     DatabaseCommand,
     Event,
+    Finished,
     ListenerChanged,
     Reason,
     Renew,
@@ -209,6 +210,8 @@ class Core:
         commands: list[Command | Rest | Rouse] = [*self.machine.handle(passed, now)]
         for place, command in enumerate(commands):
             match command:
+                case Start(lease):
+                    self.log.started(lease)
                 case Claim():
                     self.bell.claiming(command)
                 case Wait(until):
@@ -216,8 +219,6 @@ class Core:
                         until = self.bell.at
                         commands[place] = Wait(until)
                     self.vitals.turn_by = until
-                case Start(lease):
-                    self.log.started(lease)
                 case Abort(lease, reason):
                     self.summary.lost += reason is Reason.LEASE_LOST
                     self.log.aborted(lease, reason)
@@ -229,6 +230,8 @@ class Core:
 
     def _note(self, event: Event, now: float) -> None:
         match event:
+            case Finished():  # by far the most
+                pass
             case Settled(refused=refused, recorded=recorded):
                 self._succeeded("settle", now)
                 for outcome in recorded:

@@ -68,8 +68,7 @@ class Lane:
                         self._connection = await self._engine.connect()
                         await self._connection.run_sync(self._prepare)
                     with self._bounded(within):
-                        answer = await self._connection.run_sync(work)
-                        await self._connection.run_sync(end_statement)
+                        answer = await self._connection.run_sync(_done, work)
                 except Exception as error:  # noqa: BLE001 - it is the answer
                     answer = error if self._connection is None else judged(error)
                     await self._drop()
@@ -107,3 +106,9 @@ class Lane:
                 await self._engine.dispose()
         except Exception:  # noqa: BLE001 - it is being thrown away
             _log.debug("a connection could not be closed", exc_info=True)
+
+
+def _done(connection: Connection, work: Callable[[Connection], Any]) -> Any:
+    answer = work(connection)
+    end_statement(connection)
+    return answer

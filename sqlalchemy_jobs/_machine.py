@@ -81,6 +81,8 @@ claimed: each is a job that runs again if the worker dies now."""
 DRAIN_SHARE: Final = 2 / 3
 """The part of the shutdown timeout that waits for running jobs before they are aborted."""
 
+_CHORES: Final = tuple(Chore)  # to go through an enumeration itself is slow
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -453,9 +455,9 @@ class Machine:
         self._launch(Claim(self.free, full=full), now, commands)
 
     def _plan_sweep(self, now: float, commands: list[Command]) -> None:
-        if any(chore in self._flights for chore in Chore):
+        if any(chore in self._flights for chore in _CHORES):
             return
-        for chore in Chore:  # recovery first: it gives work back
+        for chore in _CHORES:  # recovery first: it gives work back
             if now >= max(self._sweep_at[chore], self._not_before.get(chore, now)):
                 self._launch(Sweep(chore), now, commands)
                 return
@@ -503,8 +505,8 @@ class Machine:
             return min(until, stopping)
         if "claim" not in flights and self.free > 0 and not self.is_swamped:
             until = min(until, max(self._look_at, self._not_before.get("claim", 0.0)))
-        if not any(chore in flights for chore in Chore):
-            sweeps = (max(self._sweep_at[c], self._not_before.get(c, 0.0)) for c in Chore)
+        if not any(chore in flights for chore in _CHORES):
+            sweeps = (max(self._sweep_at[c], self._not_before.get(c, 0.0)) for c in _CHORES)
             until = min(until, *sweeps)
         return until
 

@@ -8,6 +8,7 @@ one piece of code for every driver. What fails raises; the shells turn that into
 from __future__ import annotations
 
 import logging
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
@@ -139,11 +140,12 @@ class Store:
         window = self._window
         look = window.look(tasks, command.limit, full=command.full)
         call = statements.claim(self._worker, self._visibility, look, command.limit, channel)
-        # RETURNING has no order of its own.
-        rows = sorted(_rows(connection, call), key=lambda r: (-r.priority, r.run_at, r.id))
+        # RETURNING has no order of its own. Rows are taken apart by place, which is many times
+        # faster than by name.
+        rows = sorted(_rows(connection, call), key=_in_order)
         leases: list[Lease] = []
         for row in rows:
-            if row.status == Status.RUNNING:
+            if row[3] == Status.RUNNING:
                 leases.append(self._lease(row))
             else:
                 _log.error(
@@ -155,7 +157,8 @@ class Store:
         if len(rows) >= command.limit:
             window.relax()
             if isinstance(rows[0].run_at, int):
-                window.claimed(((r.task, r.priority), (r.run_at, r.id)) for r in rows)
+                # Of each queue the last, which is the latest.
+                window.claimed({(row[4], -row[0]): (row[1], row[2]) for row in rows}.items())
                 if command.full:
                     in_use = _rows(connection, statements.survey(look))
                     window.in_use((task, priority) for task, priority in in_use)
@@ -172,9 +175,8 @@ class Store:
         return Claimed(tuple(leases), next_due=next_due)
 
     def _lease(self, row: Any) -> Lease:
-        # Taken apart by place, which is many times faster than by name.
-        job_id, _, name, attempts, max_attempts, timeout = row[:6]
-        failures, payload, meta, _, waited = row[7:]
+        _, _, job_id, _, name, attempts, max_attempts, timeout, *rest = row
+        failures, payload, meta, waited = rest
         if timeout is None:
             task = self._tasks.get(name)
             timeout = None if task is None else task.timeout
@@ -204,7 +206,9 @@ class Store:
     ) -> Settled:
         # One statement finds a row by its id, so of two attempts of one job only the later may
         # be in it; attempts never go down, so the earlier one cannot hold the row any more.
-        latest = {outcome.lease.job_id: outcome for outcome in sorted(outcomes, key=_attempt)}
+        latest = {outcome.lease.job_id: outcome for outcome in outcomes}
+        if len(latest) < len(outcomes):
+            latest = {outcome.lease.job_id: outcome for outcome in sorted(outcomes, key=_attempt)}
         postponed: list[Outcome] = []
         accepted: set[Key] = set()
         try:
@@ -231,6 +235,8 @@ class Store:
                         extra={"event": "postponed", "job_id": outcome.lease.job_id},
                     )
                     postponed.append(outcome)
+        if len(accepted) == len(outcomes):
+            return Settled(recorded=tuple(outcomes))
         later = {outcome.lease.key for outcome in postponed}
         return Settled(
             refused=tuple(o for o in outcomes if o.lease.key not in accepted | later),
@@ -332,6 +338,10 @@ class Store:
 def _rows(connection: Connection, call: Call) -> Sequence[Any]:
     statement, parameters = call
     return connection.execute(statement, parameters).all()
+
+
+_in_order: Final = itemgetter(0, 1, 2)
+"""The order in which claimed rows are run: priority (negated), run_at, id."""
 
 
 def _attempt(outcome: Outcome) -> int:

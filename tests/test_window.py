@@ -131,34 +131,34 @@ class Job(NamedTuple):
 class Row(NamedTuple):
     """What the claim returns, in its order."""
 
+    rank: int
+    run_at: int
     id: int
     status: str
     task: str
     attempts: int
     max_attempts: int
     timeout_s: float | None
-    priority: int
     failures: int
     payload: str
     meta: str
-    run_at: int
     waited: float
 
     @classmethod
     def of(cls, job: Job) -> Row:
         """Return the row of a job that was claimed."""
         return cls(
+            -job.priority,
+            job.run_at,
             job.id,
             "running",
             job.task,
             1,
             3,
             None,
-            job.priority,
             0,
             "null",
             "null",
-            job.run_at,
             0.0,
         )
 
