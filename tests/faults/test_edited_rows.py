@@ -77,7 +77,7 @@ def test_a_corrupt_row_fails_with_a_reason_and_blocks_no_other(jobs: Jobs) -> No
     with open_queue(jobs.engine) as queue:
         for refused in ({"run_at": "NULL"}, {"status": "'weird'"}, {"attempts": "-1"}):
             assert write(queue, refused) is None
-        never = write(queue, {"run_at": "'infinity'"})
+        never, always = (write(queue, {"run_at": at}) for at in ("'infinity'", "'-infinity'"))
         bad = {write(queue, {"priority": "2", **edit}): reason for edit, reason in reasons}
         good = [queue.add("good") for _ in range(10)]
         with without_checks(queue):
@@ -90,7 +90,8 @@ def test_a_corrupt_row_fails_with_a_reason_and_blocks_no_other(jobs: Jobs) -> No
             for row in raw(queue, f"SELECT id, status, last_error FROM {queue.name}")
         }
     assert [told[job_id] for job_id in good] == [("succeeded", None)] * 10
-    assert [told[never], told[weird]] == [("pending", None), ("weird", None)]
+    assert [told[never], told[always]] == [("pending", None), ("succeeded", None)]
+    assert told[weird] == ("weird", None)
     for job_id, reason in bad.items():
         status, error = told[job_id]
         assert status == "failed"

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from sqlalchemy_jobs import (
@@ -200,12 +200,18 @@ def test_workers_of_a_serializable_engine_do_each_job_once(jobs: Jobs) -> None:
     tasks = Tasks()
     tasks.register(lambda job: started.update([job.id]), "count")
     ids = jobs.enqueue_many(*[NewJob("count")] * 400)
+    name = make_url(jobs.url).database
+    jobs.execute(f"ALTER DATABASE {name} SET default_transaction_isolation TO serializable")
     strict = {"isolation_level": "SERIALIZABLE"}
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(jobs.worker(tasks, engine=strict, concurrency=4)) for _ in range(4)
-        ]
-        wait_until(lambda: not jobs.unfinished())
+    try:
+        with ExitStack() as stack:
+            workers = [
+                stack.enter_context(jobs.worker(tasks, engine=strict, concurrency=4))
+                for _ in range(4)
+            ]
+            wait_until(lambda: not jobs.unfinished())
+    finally:
+        jobs.execute(f"ALTER DATABASE {name} RESET default_transaction_isolation")
     assert started == dict.fromkeys(ids, 1)
     assert {job.status for job in jobs.all()} == {"succeeded"}
     for running in workers:
