@@ -575,7 +575,13 @@ class Statements:
         )
         return (
             update(self.table)
-            .where(self._among(), literal_status(MOVES[Event.REQUEUE].source), ~taken)
+            .where(
+                self._among(),
+                literal_status(MOVES[Event.REQUEUE].source),
+                ~taken,
+                # One more would overflow, and so keep the others from their attempt.
+                self.table.c.attempts < _LARGEST,
+            )
             .values(changes(self.table, Event.REQUEUE))
             .returning(self.table.c.id, self.table.c.task)
         )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.exc import DBAPIError
 
-from sqlalchemy_jobs import JobContext, Status, Tasks
+from sqlalchemy_jobs import JobContext, Status, Tasks, requeue
 from sqlalchemy_jobs.models import in_status
 from tests.enqueue_tools import change
 from tests.faults.edits import (
@@ -70,6 +70,7 @@ def test_a_corrupt_row_fails_with_a_reason_and_blocks_no_other(jobs: Jobs) -> No
         ({"attempts": "4"}, spent),  # and the task's own bound is 3
         ({"attempts": "4", "errors": "'{}'"}, spent),
         ({**lost, "attempts": "4"}, "worker w was lost"),
+        ({"attempts": "2147483647"}, spent),
     ]
     tasks = Tasks()
     tasks.register(lambda _: None, "good")
@@ -96,6 +97,9 @@ def test_a_corrupt_row_fails_with_a_reason_and_blocks_no_other(jobs: Jobs) -> No
         status, error = told[job_id]
         assert status == "failed"
         assert reason in error
+    *others, _ = bad  # the last has no number left for another attempt
+    with jobs.session.begin() as session:
+        assert sorted(requeue(session, [job_id or 0 for job_id in bad])) == others
 
 
 @contextmanager
@@ -153,6 +157,9 @@ def test_rows_edited_by_hand_end_and_hold_up_no_other(jobs: Jobs) -> None:
             ):
                 if status == "failed" and "status" not in written[job_id]:
                     assert error, written[job_id]
+            last = queue.add("good", status="failed")
+            with jobs.session.begin() as session:
+                assert last in requeue(session, [*written, last])
 
     search()
 
