@@ -16,15 +16,18 @@ from alembic.config import Config
 from sqlalchemy import create_engine, make_url
 from sqlalchemy.pool import NullPool
 
+from sqlalchemy_jobs import migrations
+from sqlalchemy_jobs.models import Job
 from tests.postgres import installations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Engine, Table
 
     from tests.conftest import Database
 
+JOBS: Table = Job.__table__  # type: ignore[assignment]
 REPOSITORY = Path(__file__).resolve().parent.parent
 VERSIONS = REPOSITORY / "sqlalchemy_jobs" / "migrations" / "versions"
 
@@ -107,6 +110,8 @@ def downgrade():
     {downgrade}
 '''
 
+BOTH = "[metadata, models.metadata]"
+BRANCH = f"%(here)s/migrations/versions\n    {VERSIONS}"
 HIDE = "include_object=migrations.include_object(), "
 
 
@@ -265,3 +270,17 @@ def pg_dump(database: Database, *options: str) -> str:
 def jobs_dump(database: Database) -> str:
     """Return the catalog without the tables in which revisions are written down."""
     return pg_dump(database, "--exclude-table=*.*alembic_version")
+
+
+def project_with_branch(root: Path, url: str, settings: str = "") -> Project:
+    """An application with three revisions that takes ours through `version_locations`."""
+    project = Project(root, url, locations=BRANCH, settings=settings)
+    project.revision("app_2", after="app_1", upgrade="op.execute('SELECT 2')")
+    project.revision("app_3", after="app_2", upgrade="op.execute('SELECT 3')")
+    return project
+
+
+def revision_of(url: str, table: Table = JOBS) -> str:
+    """Ask what a worker asks at its start."""
+    with engine(url).connect() as connection:
+        return migrations.check_schema(connection, table)

@@ -4,7 +4,6 @@ import logging
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from types import ModuleType
@@ -23,7 +22,7 @@ from sqlalchemy_jobs.errors import InvalidArgumentError, SchemaError, Unsupporte
 from sqlalchemy_jobs.migrations import versions
 from sqlalchemy_jobs.migrations._support import step
 from sqlalchemy_jobs.models import Job, metadata
-from tests.alembic_project import REPOSITORY, VERSIONS, engine, jobs_dump, pg_dump, together
+from tests.alembic_project import REPOSITORY, VERSIONS, engine, jobs_dump, pg_dump
 from tests.conftest import Database
 
 if TYPE_CHECKING:
@@ -371,18 +370,6 @@ def test_on_sqlite_the_table_is_looked_for_without_a_schema(sqlite_url: str) -> 
 
 
 # Many at once
-
-
-def test_eight_processes_may_create_all_at_once(fresh: Database) -> None:
-    """Each of eight processes that initialise an empty database at the same time succeeds."""
-    program = textwrap.dedent(f"""
-        from sqlalchemy import create_engine
-        from sqlalchemy_jobs.models import metadata
-        metadata.create_all(create_engine({fresh.url("psycopg")!r}))
-    """)
-    assert together(8, [sys.executable, "-c", program], REPOSITORY) == []
-    with engine(fresh.url("psycopg")).connect() as connection:
-        assert migrations.check_schema(connection, JOBS) == migrations.HEAD
 
 
 def test_the_lock_lets_one_in_and_the_others_wait(
