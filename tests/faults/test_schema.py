@@ -35,7 +35,7 @@ from tests.faults.fleets import NEVER_LOOKS
 from tests.workers import ON_POSTGRES, jobs_on, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
     from sqlalchemy_jobs import JobContext
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def disposed(url: Any) -> Iterator[sa.Engine]:
+def disposed(url: Any) -> Generator[sa.Engine]:
     """An engine that lets go of its connections at the end."""
     engine = create_engine(url)
     yield engine

@@ -1,4 +1,7 @@
-"""Which indexes the statements use: their cost must not grow with rows that are not theirs."""
+"""Which indexes the statements use: their cost must not grow with rows that are not theirs.
+
+Plans are judged, and rows that they read, not times: those depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +197,7 @@ def claim(loaded: Loaded, *, full: bool = True) -> Call:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_claim_reads_the_index_of_due_jobs_alone(loaded: Loaded, full: bool) -> None:  # noqa: FBT001
-    """A claim probes the index of due jobs and locks by primary key; it reads no other row."""
+    """Case 53: a claim reads heads of the index of due jobs, whatever else the table holds."""
     plan = loaded.explain(claim(loaded, full=full))
     assert plan.indexes() == {"jobs_due", "jobs_pkey"}
     assert "Seq Scan" not in plan.kinds()
@@ -219,7 +222,7 @@ def test_what_follows_a_claim_reads_the_index_of_due_jobs_alone(loaded: Loaded, 
 
 @pytest.mark.parametrize("name", ["claim", "survey", "outlook"])
 def test_an_own_backlog_is_not_read(backlog: Loaded, name: str) -> None:
-    """With a backlog of the worker's own jobs a look reads no more than its windows."""
+    """Case 52: with a backlog of the worker's own jobs a look reads no more than its windows."""
     statements = backlog.queue.statements
     plan = backlog.explain(claim(backlog) if name == "claim" else getattr(statements, name)(look()))
     assert plan.indexes() <= {"jobs_due", "jobs_pkey"}
@@ -229,7 +232,7 @@ def test_an_own_backlog_is_not_read(backlog: Loaded, name: str) -> None:
 
 
 def test_a_claim_without_statistics_reads_the_same(loaded: Loaded) -> None:
-    """The plan is the same where the table was never analysed."""
+    """Case 52: the plan is the same where the table was never analysed."""
     unknown = "DELETE FROM pg_statistic WHERE starelid = CAST('jobs.jobs' AS regclass)"
     plan = loaded.explain(claim(loaded), unknown)
     assert plan.indexes() == {"jobs_due", "jobs_pkey"}
