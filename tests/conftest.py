@@ -245,6 +245,14 @@ def _or_skipped(values: list[Any]) -> list[Any]:
     return values or [pytest.param(None, marks=mark)]
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where nothing may be skipped, as in CI, if anything was."""
+    terminal: Any = session.config.pluginmanager.get_plugin("terminalreporter")
+    if os.environ.get("TEST_NO_SKIPS") and terminal and terminal.stats.get("skipped"):
+        terminal.write_line("tests were skipped, and TEST_NO_SKIPS is set", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an `async def` test in an event loop of its own."""
