@@ -30,6 +30,7 @@ class Lane:
         self._connection: Connection | None = None
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._abandoned = False
+        self._connecting = True
         self._server = threading.Thread(target=self._serve, name=name, daemon=True)
         self._server.start()
 
@@ -48,7 +49,8 @@ class Lane:
     def close(self) -> None:
         """Close the connection, after the work that was submitted if that does not take long."""
         self._work.put(None)
-        self._server.join(timeout=1.0)
+        if not self._connecting:
+            self._server.join(timeout=1.0)
         if self._server.is_alive():
             self.abandon()
             self._server.join(timeout=1.0)
@@ -61,14 +63,26 @@ class Lane:
             cut(_driver(connection))
         self._work.put(None)
 
+    def _connect(self) -> Connection:
+        if self._connection is None:
+            self._connection = self._engine.connect()
+            self._connection = self._prepare(self._connection)
+        return self._connection
+
+    def _connect_early(self) -> None:
+        """Connect before there is work, whose time is bounded: far away that takes seconds."""
+        try:
+            self._connect()
+        except BaseException:  # noqa: BLE001 - who has work will be told
+            self._drop()
+        self._connecting = False
+
     def _serve(self) -> None:
+        self._connect_early()
         while (item := self._work.get()) is not None and not self._abandoned:
             work, done, within = item
             try:
-                if self._connection is None:
-                    self._connection = self._engine.connect()
-                    self._connection = self._prepare(self._connection)
-                connection = self._connection
+                connection = self._connect()
                 with cut_after(within, _driver(connection)) if within else nullcontext():
                     answer = work(connection)
                     end_statement(connection)

@@ -30,6 +30,7 @@ class Lane:
         self._connection: AsyncConnection | None = None
         self._work: asyncio.Queue[Any] = asyncio.Queue()
         self._abandoned = False
+        self._connecting = True
         self._server = asyncio.get_running_loop().create_task(self._serve(), name=name)
 
     def submit(
@@ -47,7 +48,9 @@ class Lane:
     async def close(self) -> None:
         """Close the connection, after the work that was submitted if that does not take long."""
         self._work.put_nowait(None)
-        done, _ = await asyncio.wait({self._server}, timeout=1.0)
+        done: set[Any] = set()
+        if not self._connecting:
+            done, _ = await asyncio.wait({self._server}, timeout=1.0)
         if not done:
             self.abandon()
             await asyncio.wait({self._server}, timeout=1.0)
@@ -59,16 +62,29 @@ class Lane:
         self._server.cancel()
         self._work.put_nowait(None)  # a driver may lose the cancellation; see _listen_async
 
+    async def _connect(self) -> AsyncConnection:
+        if self._connection is None:
+            self._connection = await self._engine.connect()
+            await self._connection.run_sync(self._prepare)
+        return self._connection
+
+    async def _connect_early(self) -> None:
+        """Connect before there is work, whose time is bounded: far away that takes seconds."""
+        try:
+            await self._connect()
+        except Exception:  # noqa: BLE001 - who has work will be told
+            await self._drop()
+        self._connecting = False
+
     async def _serve(self) -> None:
         try:
+            await self._connect_early()
             while (item := await self._work.get()) is not None and not self._abandoned:
                 work, done, within = item
                 try:
-                    if self._connection is None:
-                        self._connection = await self._engine.connect()
-                        await self._connection.run_sync(self._prepare)
+                    connection = await self._connect()
                     with self._bounded(within):
-                        answer = await self._connection.run_sync(_done, work)
+                        answer = await connection.run_sync(_done, work)
                 except Exception as error:  # noqa: BLE001 - it is the answer
                     answer = error if self._connection is None else judged(error)
                     await self._drop()

@@ -49,7 +49,8 @@ class Statement:
         return [given[name] for name in self._order]
 
 
-_FORCE = {"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off"}  # as the worker's own connections have it
+# As the worker's own connections have it.
+_FORCE = {"plan_cache_mode": "force_generic_plan", "enable_seqscan": "off"}
 
 
 class Raw(AsyncProgram):
