@@ -41,14 +41,19 @@ class WorkerProcess:
         *,
         driver: str = "psycopg",
         blocked_after: float | None = None,
+        program: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Prepare a worker for *tasks*, from their names to the program's handlers."""
+        """Prepare a worker for *tasks*, from their names to the program's handlers.
+
+        *program* is more of the program's own configuration, *options* are the worker's.
+        """
         self._configuration: dict[str, Any] = {
             "url": url,
             "is_async": driver not in SYNC,
             "tasks": dict(tasks),
             "options": options,
+            **(program or {}),
         }
         if blocked_after is not None:
             self._configuration["blocked_after"] = blocked_after

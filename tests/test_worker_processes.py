@@ -10,14 +10,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from sqlalchemy_jobs import enqueue
 from tests.processes import WorkerProcess
-from tests.workers import Jobs, wait_until
+from tests.workers import Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,40 +149,6 @@ def test_delayed_jobs_start_on_time(crew: Crew) -> None:
 # --- leases -------------------------------------------------------------------------------------
 
 
-def test_a_long_handler_keeps_its_lease(crew: Crew) -> None:
-    """A handler of five visibility timeouts is started once, although another worker idles."""
-    workers = crew.start("work", visibility_timeout=2)
-    ids = crew.enqueue_each({"first": 10})
-    started(workers, ids)
-    idle = crew.start_other()
-    crew.finish_each(ids, succeeded_at_once)
-    assert idle.said("start") == []
-
-
-def test_the_jobs_of_a_killed_worker_come_back(crew: Crew) -> None:
-    """After SIGKILL the jobs run elsewhere; one on its last attempt fails and says why."""
-    workers = crew.start("work", visibility_timeout=1.5)
-    again = crew.enqueue_each({"first": 300})
-    last = crew.enqueue_each({"first": 300}, max_attempts=1)
-    started(workers, again)
-    started(workers, last)
-    other = crew.start_other()
-    for worker in workers.values():
-        worker.kill()
-
-    def ran_again(driver: str, job: Job) -> None:
-        assert (job.status, job.attempts, len(job.errors)) == ("succeeded", 2, 1)
-        assert workers[driver].name in job.errors[0]["error"]
-
-    def was_buried(driver: str, job: Job) -> None:
-        assert (job.status, job.attempts, job.locked_by) == ("failed", 1, None)
-        assert workers[driver].name in str(job.last_error)
-        assert other.said("start", job=job.id) == []
-
-    crew.finish_each(again, ran_again)
-    crew.finish_each(last, was_buried)
-
-
 def test_a_job_that_kills_its_worker_is_bounded(crew: Crew) -> None:
     """A job that kills every worker runs max_attempts times and then fails, others go on."""
     options: dict[str, Any] = {"visibility_timeout": 1, "recovery_interval": 0.2}
@@ -198,33 +163,6 @@ def test_a_job_that_kills_its_worker_is_bounded(crew: Crew) -> None:
     assert (job.status, job.attempts, len(job.errors)) == ("failed", 2, 2)
     assert crew.jobs.finished(other).status == "succeeded"
     assert survivor.said("start", job=poison) == []
-
-
-def test_a_paused_worker_cannot_overwrite(crew: Crew) -> None:
-    """A worker that was paused until its job ran elsewhere drops its own outcome, and goes on."""
-    workers = crew.start("work", visibility_timeout=1.5, concurrency=1)
-    ids = crew.enqueue_each({"first": 1.0})
-    started(workers, ids)
-    for worker in workers.values():
-        worker.pause()
-    other = crew.start_other()
-    for job_id in ids.values():
-        other.wait_for("end", job=job_id, attempt=2)
-        crew.jobs.finished(job_id)
-    other.signal(signal.SIGTERM)
-    assert other.wait() == 0
-    before = {driver: crew.jobs.job(job_id) for driver, job_id in ids.items()}
-    for worker in workers.values():
-        worker.resume()
-    following = crew.enqueue_each()
-    crew.finish_each(following, succeeded_at_once)
-    for driver, job_id in ids.items():
-        worker = workers[driver]
-        wait_until(partial(dropped, worker, job_id))
-        after = crew.jobs.job(job_id)
-        assert (after.status, after.attempts) == ("succeeded", 2)
-        assert after.updated_at == before[driver].updated_at
-        assert after.errors == before[driver].errors
 
 
 # --- stopping -----------------------------------------------------------------------------------
@@ -274,30 +212,6 @@ def test_a_stopping_worker_waits_claims_nothing_and_gives_back(crew: Crew) -> No
     crew.finish_each(late, succeeded_at_once)
 
 
-def test_handlers_that_never_end_do_not_keep_the_process(crew: Crew) -> None:
-    """Stuck handlers cost the shutdown timeout, not more; another worker recovers their jobs."""
-    options = {"shutdown_timeout": 1.5, "visibility_timeout": 3}
-    workers = crew.start("stubborn", **options)
-    # On every worker, a `def` handler runs in a thread, which nobody can end.
-    workers["thread"] = crew.start_one({"thread": "blocking"}, "asyncpg", **options).ready()
-    ids = crew.enqueue_each()
-    ids["thread"] = crew.jobs.enqueue("thread", {"first": 300})
-    started(workers, ids)
-    asked = time.monotonic()
-    for worker in workers.values():
-        worker.signal(signal.SIGTERM)
-    for driver, worker in workers.items():
-        assert worker.wait() == 0
-        returned, done = worker.wait_for("returned"), worker.wait_for("done")
-        assert 1.4 < returned["at"] - asked < 6
-        assert done["at"] - returned["at"] < 5
-        assert str(ids[driver]) in worker.wait_for_log("abandoned")["said"]
-    del ids["thread"]
-    crew.start_other()
-    for job_id in ids.values():
-        assert crew.jobs.finished(job_id).attempts == 2
-
-
 def test_a_second_signal_ends_the_process_at_once(crew: Crew) -> None:
     """Whoever cannot wait for the running jobs sends the signal again."""
     workers = crew.start("work", shutdown_timeout=300)
@@ -312,38 +226,3 @@ def test_a_second_signal_ends_the_process_at_once(crew: Crew) -> None:
 
 
 # --- a blocked event loop -----------------------------------------------------------------------
-
-
-def test_a_blocked_loop_keeps_every_lease(crew: Crew) -> None:
-    """Code that blocks the loop loses neither its own job nor a neighbour's, and is named once."""
-    handlers = {"block": "blocking_async", "neighbour": "work_async", "thread": "blocking"}
-    workers = {
-        driver: crew.start_one(
-            {f"{driver}-{name}": handler for name, handler in handlers.items()},
-            driver,
-            visibility_timeout=1.5,
-        )
-        for driver in ("asyncpg", "psycopg_async")
-    }
-    ids: dict[str, dict[str, int]] = {}
-    for driver, worker in workers.items():
-        worker.ready()
-        ids[driver] = {
-            name: crew.jobs.enqueue(f"{driver}-{name}", {"first": 0.7})
-            for name in ("neighbour", "thread")
-        }
-    for driver, worker in workers.items():
-        for job_id in ids[driver].values():
-            worker.wait_for("start", job=job_id)
-        ids[driver]["block"] = crew.jobs.enqueue(f"{driver}-block", {"first": 5})
-        worker.wait_for("start", job=ids[driver]["block"])
-    idle = crew.start_other()  # it sweeps for expired leases
-    for driver, worker in workers.items():
-        for job_id in ids[driver].values():
-            succeeded_at_once(driver, crew.jobs.finished(job_id))
-        ends = {name: worker.wait_for("end", job=ids[driver][name])["at"] for name in handlers}
-        assert ends["thread"] < ends["block"] - 1, "the thread's handler waited for the loop"
-        warnings = worker.said("log", of="loop_blocked")
-        assert len(warnings) == 1
-        assert f"job {ids[driver]['block']} ({driver}-block)" in warnings[0]["said"]
-    assert idle.said("log", of="recovered") == []

@@ -225,7 +225,7 @@ def test_without_a_direct_url_it_says_so_once_and_polls(cluster: Server, pooler:
                 pooled.worker(quick_tasks(), engine=pooled.options, poll_interval=0.1)
             )
         for driver, jobs in fleet.jobs.items():
-            running[driver].log.wait_for("not_listening")
+            wait_until(partial(running[driver].log.of, "not_listening"), within=80)
             for _ in range(3):
                 assert jobs.finished(enqueue_elsewhere(jobs)).attempts == 1
         for driver, jobs in fleet.jobs.items():

@@ -12,15 +12,19 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
+import threading
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from sqlalchemy_jobs import AsyncWorker, JobContext, Tasks, Worker, _watchdog, exponential
+from sqlalchemy_jobs._store import Store
 
 _OURS = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "taskName"}
 
@@ -51,7 +55,7 @@ def begin(job: JobContext[Any]) -> float:
     tell("start", job)
     wish = job.payload or {}
     if job.attempt in wish.get("kill", ()):
-        os.kill(os.getpid(), signal.SIGKILL)
+        signal.raise_signal(signal.SIGKILL)
     if job.attempt in wish.get("fail", ()):
         raise ValueError("as wished")
     return float(wish.get("first", 0) if job.attempt == 1 else wish.get("later", 0))
@@ -103,6 +107,28 @@ async def blocking_async(job: JobContext[Any]) -> None:
     blocking(job)
 
 
+def held(job: JobContext[Any]) -> bool:
+    """Tell whether the file that the payload names, if it names one, is still to come."""
+    path = (job.payload or {}).get("until")
+    return path is not None and not Path(path).exists()
+
+
+def hold(job: JobContext[Any]) -> None:
+    """Wait for a file."""
+    begin(job)
+    while held(job):
+        time.sleep(0.02)
+    tell("end", job)
+
+
+async def hold_async(job: JobContext[Any]) -> None:
+    """Wait for a file in a coroutine."""
+    begin(job)
+    while held(job):  # noqa: ASYNC110 - another process makes it
+        await asyncio.sleep(0.02)
+    tell("end", job)
+
+
 HANDLERS = {
     "work": work,
     "work_async": work_async,
@@ -110,7 +136,32 @@ HANDLERS = {
     "stubborn_async": stubborn_async,
     "blocking": blocking,
     "blocking_async": blocking_async,
+    "hold": hold,
+    "hold_async": hold_async,
 }
+
+
+def freeze_before(command: str) -> None:
+    """Stop this process, as SIGSTOP does, when the worker first sends such a command."""
+    perform = Store.perform
+    frozen = False
+
+    def frozen_first(self: Store, connection: Any, given: Any) -> Any:
+        nonlocal frozen
+        if type(given).__name__ == command and not frozen:
+            frozen = True
+            say("freezes")
+            # To this thread: it goes no further, wherever the others are.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        return perform(self, connection, given)
+
+    Store.perform = frozen_first  # type: ignore[method-assign,assignment]
+
+
+def pose_as(host: str, pid: int) -> None:
+    """Have the host name and the process id that a container gives to each start."""
+    socket.gethostname = lambda: host
+    os.getpid = lambda: pid
 
 
 def main(configuration: dict[str, Any]) -> None:
@@ -118,12 +169,17 @@ def main(configuration: dict[str, Any]) -> None:
     if "blocked_after" in configuration:
         # The watchdog's turns would wake a loop that sleeps through a signal.
         _watchdog.BLOCKED_AFTER = configuration["blocked_after"]  # type: ignore[misc]
+    if "freeze_before" in configuration:
+        freeze_before(configuration["freeze_before"])
+    if "pose_as" in configuration:
+        pose_as(*configuration["pose_as"])
     logger = logging.getLogger("sqlalchemy_jobs")
     logger.setLevel(logging.DEBUG)
     logger.addHandler(Reporter())
     tasks = Tasks()
     for name, handler in configuration["tasks"].items():
-        tasks.register(HANDLERS[handler], name, backoff=exponential(0.2))
+        timeout = configuration.get("timeouts", {}).get(name)
+        tasks.register(HANDLERS[handler], name, timeout=timeout, backoff=exponential(0.2))
     options = configuration["options"]
 
     async def run_async() -> None:
