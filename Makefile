@@ -22,9 +22,9 @@ test: $(VENV)/installed-dev ## Run the tests on every database that is found
 	$(VENV)/bin/python -m pytest $(PROCESSES) $(ARGS)
 
 # What goes through SQLAlchemy, Alembic or a driver, once each; the rest would be run twice for nothing.
-LOWEST_TESTS := $(wildcard $(addprefix tests/test_,enqueue*.py store_*.py statements_*.py sqltypes.py\
-	migrations.py migrations_here.py worker_start.py worker_outcomes.py worker_database.py\
-	payload_load.py bell.py)) tests/faults/test_noticing.py tests/faults/test_backlogs.py
+LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,enqueue_sessions enqueue_many enqueue_notify\
+	store_claim store_settle store_chores store_connections statements_moves sqltypes migrations\
+	worker_start worker_outcomes payload_load))
 
 test-lowest: $(LOWEST)/installed-dev ## Run the tests with the oldest dependencies that are allowed
 	$(LOWEST)/bin/python -m pytest $(PROCESSES) -m "not campaign" $(LOWEST_TESTS) $(ARGS)
