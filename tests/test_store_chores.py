@@ -83,7 +83,7 @@ def test_an_expired_lease_gives_the_job_back(
 
 
 def test_a_job_that_kills_its_workers_ends(queue: Queue, caplog: pytest.LogCaptureFixture) -> None:
-    """Without an attempt left the job fails, says that none is left, and wakes nobody."""
+    """Case 9: without an attempt left the job fails, says that none is left, and wakes nobody."""
     lease = queue.add_running(lease_expires_at=-5, attempts=3, max_attempts=3)
     assert Hand(queue)(RECOVER) == Swept(Chore.RECOVER, more=False, woke=0)
     row = queue.row(lease.job_id)

@@ -38,7 +38,7 @@ def jobs(request: pytest.FixtureRequest) -> Iterator[Jobs]:
 
 
 def test_handlers_may_hold_the_whole_pool(jobs: Jobs) -> None:
-    """A pool of one that a handler holds keeps no lease from renewal, no outcome from its row."""
+    """Case 43: a pool of one, held by a handler, keeps no lease and no outcome from its row."""
     tasks = Tasks()
     holds: list[Any] = []
 

@@ -244,7 +244,7 @@ def recurse(job: JobContext) -> None:
 
 
 def test_every_error_can_be_stored(jobs: Jobs) -> None:
-    """NUL, surrogates, 50 MB, a broken `__str__`, groups and recursion are stored, cut to size."""
+    """Case 13: NULs, surrogates, 50 MB, a broken `__str__`, groups and recursion can be stored."""
 
     def group(_: JobContext) -> None:
         raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])

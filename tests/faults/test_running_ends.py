@@ -150,7 +150,7 @@ def test_delayed_jobs_start_on_time(crew: Crew) -> None:
 
 
 def test_a_job_that_kills_its_worker_is_bounded(crew: Crew) -> None:
-    """A job that kills every worker runs max_attempts times and then fails, others go on."""
+    """Case 10: a job that kills every worker runs max_attempts times, then fails; others go on."""
     options: dict[str, Any] = {"visibility_timeout": 1, "recovery_interval": 0.2}
     poison = crew.jobs.enqueue("psycopg", {"kill": [1, 2, 3, 4]}, max_attempts=2)
     for attempt in (1, 2):
@@ -184,7 +184,7 @@ def test_a_signal_stops_an_idle_worker_at_once(crew: Crew) -> None:
 
 
 def test_a_stopping_worker_waits_claims_nothing_and_gives_back(crew: Crew) -> None:
-    """What ends in two thirds of the shutdown timeout succeeds, the rest runs elsewhere at once."""
+    """Case 4: what ends in two thirds of the shutdown timeout succeeds, the rest runs elsewhere."""
     workers = crew.start("work", concurrency=3, shutdown_timeout=4.5)
     short = crew.enqueue_each({"first": 1.5})
     long = crew.enqueue_each({"first": 300})
@@ -213,7 +213,7 @@ def test_a_stopping_worker_waits_claims_nothing_and_gives_back(crew: Crew) -> No
 
 
 def test_a_second_signal_ends_the_process_at_once(crew: Crew) -> None:
-    """Whoever cannot wait for the running jobs sends the signal again."""
+    """Case 20: whoever cannot wait for the running jobs sends the signal again."""
     workers = crew.start("work", shutdown_timeout=300)
     started(workers, crew.enqueue_each({"first": 300}))
     for worker in workers.values():

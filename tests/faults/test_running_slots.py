@@ -263,7 +263,7 @@ def test_what_obeys_a_stop_gives_its_attempt_back(jobs: Jobs, handlers: Handlers
 
 
 def test_a_stop_is_bounded(jobs: Jobs, handlers: Handlers) -> None:
-    """Handlers that ignore it cost the shutdown timeout; their rows stay leased."""
+    """Case 20: handlers that ignore it cost the shutdown timeout; their rows stay leased."""
     with jobs.worker(handlers.tasks, shutdown_timeout=0.6) as running:
         ids = [jobs.enqueue(name) for name in ("deaf", "async deaf")]
         handlers.wait("start", *ids)
@@ -340,7 +340,7 @@ def test_an_abort_between_the_handlers_end_and_its_outcome_is_harmless(jobs: Job
 
 @pytest.mark.parametrize("jobs", ["psycopg", "asyncpg", "sqlite"], indirect=True)
 def test_no_slot_is_lost(jobs: Jobs) -> None:
-    """After 200 jobs that end in every way, as many still run together as there are slots."""
+    """Case 16: after 200 jobs that end in every way as many still run together as before."""
     tasks = Tasks()
     together = threading.Barrier(4)
     met: list[int] = []
@@ -397,7 +397,7 @@ def test_no_slot_is_lost(jobs: Jobs) -> None:
 
 @on_drivers("psycopg", "asyncpg")
 def test_never_more_than_the_slots_are_taken(jobs: Jobs, handlers: Handlers) -> None:
-    """A worker holds no job that it cannot run at once, so that others may."""
+    """Case 15: a worker holds no job that it cannot run at once, so that others may."""
 
     def start(running: Running) -> int:
         return len([job for job in jobs.all() if job.locked_by == running.worker.name])
