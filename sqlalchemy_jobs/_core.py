@@ -101,10 +101,8 @@ class Core:
         self.tasks = tasks
         self.settings = settings
         self.table = table
-        self.name = worker_name()
+        self._take_name()
         self.channel = channel_of(engine, table)
-        self.log = JobLog(self.name)
-        self.store = Store(table, tasks, settings, self.name)
         self.summary = Summary()
         self._said_ready = False
         self.revision: str | None = None
@@ -118,6 +116,8 @@ class Core:
 
     def begin(self, *, until_idle: bool) -> None:
         """Begin a run: a new machine with nothing held."""
+        if self._process != os.getpid():  # forked since: the parent may run under that name
+            self._take_name()
         self.until_idle = until_idle
         self.summary = Summary()
         self.machine = self._new_machine()
@@ -126,6 +126,12 @@ class Core:
         self.vitals = Vitals()
         self.vitals.active = True
         self.failure = None
+
+    def _take_name(self) -> None:
+        self._process = os.getpid()
+        self.name = worker_name()
+        self.log = JobLog(self.name)
+        self.store = Store(self.table, self.tasks, self.settings, self.name)
 
     @contextmanager
     def running(self) -> Generator[None, None, None]:
