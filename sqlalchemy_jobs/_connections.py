@@ -27,20 +27,24 @@ if TYPE_CHECKING:
 
 # Planning takes a third of a claim's time, and the plan is always the same but for one trap: made
 # while the table was empty it would scan the table for ever. A claim at a higher isolation than
-# READ COMMITTED fails where it should skip. What waits for the next job is in use. Behind a pooler
-# the process that answers is not the one that the driver was told of, and the session goes on to
-# others, who must not find these settings. The arrays are the types of
-# parameters to come: asyncpg asks about each that it meets, in eight round trips, which are part
-# of connecting here, and would else be part of a statement whose time is bounded.
+# READ COMMITTED fails where it should skip. What waits for the next job is in use. A statement that
+# was given up here must not hold locks there for as long as it waits for one more.
+# Behind a pooler the process that answers is not the one that the driver was told of, and the
+# session goes on to others, who must not find these settings.
+# The arrays are the types of parameters to come: asyncpg asks about each that it meets, in eight
+# round trips, which are part of connecting here, and would else be part of a statement whose time
+# is bounded.
 _SETUP: Final = text(
     "SELECT set_config(name, value, false), CAST(NULL AS text[]), CAST(NULL AS smallint[]),"
     " CAST(NULL AS integer[]), CAST(NULL AS bigint[]), CAST(NULL AS float8[]) FROM (VALUES"
     " ('plan_cache_mode', 'force_generic_plan'),"
     " ('enable_seqscan', 'off'),"
     " ('default_transaction_isolation', 'read committed'),"
-    " ('idle_session_timeout', '0')"
+    " ('idle_session_timeout', '0'),"
+    " ('lock_timeout', '1s')"
     ") AS wanted(name, value)"
     " WHERE current_setting(name, true) <> value AND pg_backend_pid() = :connected_to"
+    " AND (name <> 'lock_timeout' OR current_setting(name) = '0')"
 ).bindparams(bindparam("connected_to", type_=Integer))
 
 _KEEPALIVE: Final = {

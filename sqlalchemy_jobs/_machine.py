@@ -221,7 +221,7 @@ class Machine:
             case Settled():
                 self._forget(event, now)
             case Renewed():
-                self._extend(event, commands)
+                self._extend(event, now, commands)
             case Swept():
                 self._swept(event, now)
             case Broke():
@@ -311,7 +311,7 @@ class Machine:
                     self._look_at = min(self._look_at, now + outcome.delay)
                     self._due_at = min(self._due_at, now + outcome.delay)
 
-    def _extend(self, event: Renewed, commands: list[Command]) -> None:
+    def _extend(self, event: Renewed, now: float, commands: list[Command]) -> None:
         flight = self._flights.get("renew")
         if flight is not None and flight.command is event.command:
             self._land("renew")
@@ -322,6 +322,8 @@ class Machine:
             return
         lease_until = issued + self.timing.visibility_timeout
         for lease in event.command.leases:
+            if lease.key in event.passed_by:
+                continue
             attempt = self._running.get(lease.key)
             if attempt is None:
                 # An ended outcome is judged by its Settle alone, lost or not.
@@ -333,6 +335,9 @@ class Machine:
                 commands.append(Abort(lease, Reason.LEASE_LOST))
             else:
                 attempt.lease_until = max(attempt.lease_until, lease_until)
+        if event.passed_by:  # they are due at once, and so they will be again
+            longest = self.timing.visibility_timeout / 6
+            self._not_before["renew"] = now + self._backoff(1, longest)
         self._schedule_renewal()
 
     def _schedule_renewal(self) -> None:
@@ -435,9 +440,12 @@ class Machine:
     def _plan_settle(self, now: float, commands: list[Command]) -> None:
         if "settle" in self._flights or now < self._not_before.get("settle", now):
             return
-        outcomes = tuple(e.outcome for e in self._ended.values() if now >= e.not_before)
-        if outcomes:
-            self._launch(Settle(outcomes), now, commands)
+        ready = [end for end in self._ended.values() if now >= end.not_before]
+        if ready:
+            # It may be one locked row that all had to wait for.
+            passing_by = "settle" in self._failures or any(end.refusals for end in ready)
+            outcomes = tuple(end.outcome for end in ready)
+            self._launch(Settle(outcomes, passing_by), now, commands)
 
     def _plan_claim(self, now: float, commands: list[Command]) -> None:
         if (

@@ -110,9 +110,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Record outcomes."""
+    """Record outcomes. *passing_by*: do not wait for rows that another transaction has locked."""
 
     outcomes: tuple[Outcome, ...]
+    passing_by: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,14 @@ class Settled:
 class Renewed:
     """The answer to :class:`Renew`, or leases renewed by somebody else on the machine's behalf.
 
-    *issued* is then the monotonic time at which that renewal was sent.
+    *issued* is then the monotonic time at which that renewal was sent. *passed_by*: still held,
+    but another transaction has locked the row.
     """
 
     command: Renew
     lost: frozenset[Key] = frozenset()
     issued: float | None = None
+    passed_by: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,8 +152,18 @@ class SqliteStatements(Statements):
             for lease in leases
         ]
 
-    def settle(self, worker: str, outcomes: Sequence[Outcome], channel: str) -> list[Call]:
-        del channel
+    def held(self, worker: str, leases: Sequence[Lease]) -> list[Call]:
+        return [(self.held_statement, {"worker": worker, **_fence(lease)}) for lease in leases]
+
+    def settle(
+        self,
+        worker: str,
+        outcomes: Sequence[Outcome],
+        channel: str,
+        *,
+        passing_by: bool = False,
+    ) -> list[Call]:
+        del channel, passing_by  # no row is locked here, but the whole database
         return [
             (
                 self.settle_statement(frozenset({outcome.event})),
@@ -167,15 +177,19 @@ class SqliteStatements(Statements):
             for outcome in outcomes
         ]
 
-    def _held(self) -> ColumnElement[bool]:
-        row = self.table.c
+    def _held(self, row: Any = None) -> ColumnElement[bool]:
+        row = (self.table if row is None else row).c
         return and_(
             row.id == bindparam("lease_id", type_=Integer),
             row.attempts == bindparam("attempt", type_=Integer),
             row.locked_by == _WORKER,
         )
 
-    def _settle(self, events: frozenset[Event]) -> Executable:
+    def _held_and_free(self) -> ColumnElement[bool]:
+        return self._held()
+
+    def _settle(self, events: frozenset[Event], *, passing_by: bool = False) -> Executable:
+        del passing_by
         (event,) = events
         values = changes(
             self.table,

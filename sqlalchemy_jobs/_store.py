@@ -8,6 +8,7 @@ one piece of code for every driver. What fails raises; the shells turn that into
 from __future__ import annotations
 
 import logging
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
@@ -104,6 +105,7 @@ class Store:
         self._default_timeout = settings.default_timeout
         self._window = Window()
         self._halved: dict[Chore, int] = {}
+        self._locked: frozenset[Key] = frozenset()
 
     def perform(
         self, connection: Connection, command: DatabaseCommand
@@ -114,8 +116,8 @@ class Store:
         match command:
             case Claim():
                 return self._claim(connection, statements, channel, command)
-            case Settle(outcomes):
-                return self._settle(connection, statements, channel, outcomes)
+            case Settle():
+                return self._settle(connection, statements, channel, command)
             case Renew():
                 return self._renew(connection, statements, command)
             case Sweep(chore):
@@ -202,8 +204,9 @@ class Store:
         connection: Connection,
         statements: Statements,
         channel: str,
-        outcomes: Sequence[Outcome],
+        command: Settle,
     ) -> Settled:
+        outcomes, passing_by = command.outcomes, command.passing_by
         # One statement finds a row by its id, so of two attempts of one job only the later may
         # be in it; attempts never go down, so the earlier one cannot hold the row any more.
         latest = {outcome.lease.job_id: outcome for outcome in outcomes}
@@ -211,9 +214,9 @@ class Store:
             latest = {outcome.lease.job_id: outcome for outcome in sorted(outcomes, key=_attempt)}
         postponed: list[Outcome] = []
         accepted: set[Key] = set()
+        settle = partial(statements.settle, self._worker, channel=channel, passing_by=passing_by)
         try:
-            calls = statements.settle(self._worker, list(latest.values()), channel)
-            self._accept(connection, calls, accepted)
+            self._accept(connection, settle(list(latest.values())), accepted)
         except DBAPIError as error:
             if not _is_about_a_row(error):
                 raise
@@ -223,8 +226,7 @@ class Store:
                 if outcome.lease.key in accepted:
                     continue  # where each outcome is a statement, some came before the refused one
                 try:
-                    calls = statements.settle(self._worker, [outcome], channel)
-                    self._accept(connection, calls, accepted)
+                    self._accept(connection, settle([outcome]), accepted)
                 except DBAPIError as single:
                     if not _is_about_a_row(single):
                         raise
@@ -238,6 +240,11 @@ class Store:
         if len(accepted) == len(outcomes):
             return Settled(recorded=tuple(outcomes))
         later = {outcome.lease.key for outcome in postponed}
+        if passing_by:
+            missing = [o.lease for o in latest.values() if o.lease.key not in accepted | later]
+            locked = self._still_held(connection, statements, missing)
+            postponed += [o for o in latest.values() if o.lease.key in locked]
+            later |= locked
         return Settled(
             refused=tuple(o for o in outcomes if o.lease.key not in accepted | later),
             postponed=tuple(postponed),
@@ -255,7 +262,35 @@ class Store:
         calls = statements.renew(self._worker, self._visibility, list(latest.values()))
         renewed: set[Key] = set()
         self._accept(connection, calls, renewed)
-        return Renewed(command, frozenset(lease.key for lease in command.leases) - renewed)
+        lost = frozenset(lease.key for lease in command.leases) - renewed
+        missing = [lease for lease in latest.values() if lease.key in lost]
+        locked = self._still_held(connection, statements, missing)
+        return Renewed(command, lost - locked, passed_by=locked)
+
+    def _still_held(
+        self, connection: Connection, statements: Statements, leases: Sequence[Lease]
+    ) -> frozenset[Key]:
+        """Return which of the leases that no update reached are ours: others have locked these."""
+        if not leases:
+            self._locked = frozenset()
+            return self._locked
+        held: set[Key] = set()
+        self._accept(connection, statements.held(self._worker, leases), held)
+        for job_id, attempt in sorted(held - self._locked):
+            _log.warning(
+                "job %s, attempt %s: another transaction has locked its row, so its lease cannot "
+                "be renewed, nor its outcome recorded",
+                job_id,
+                attempt,
+                extra={
+                    "event": "row_locked",
+                    "job_id": job_id,
+                    "attempt": attempt,
+                    "worker": self._worker,
+                },
+            )
+        self._locked = frozenset(held)
+        return self._locked
 
     # --- chores --------------------------------------------------------------------------------
 

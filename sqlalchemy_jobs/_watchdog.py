@@ -119,7 +119,7 @@ class Watchdog:
                 describe(error),
             )
             return
-        self._renewed(Renewed(command, answer.lost, issued))
+        self._renewed(Renewed(command, answer.lost, issued, answer.passed_by))
 
     async def _perform(self, command: Renew) -> Renewed:
         engine = AsyncEngine(own_engine(self._engine.sync_engine))

@@ -197,6 +197,7 @@ class Statements:
         self.survey_statement = self._survey()
         self.outlook_statement = self._outlook()
         self.renew_statement = self._renew()
+        self.held_statement = self._still_held()
         self.recover_statement = self._recover()
         self.prune_statement = self._prune()
         self.cancel_statement = self._cancel()
@@ -370,12 +371,26 @@ class Statements:
     # --- leases and outcomes -------------------------------------------------------------------
 
     def renew(self, worker: str, visibility: float, leases: Sequence[Lease]) -> list[Call]:
-        """Extend leases; returns (id, attempts) of each that was still held."""
+        """Extend leases, but of rows that others have locked; returns (id, attempts) of each."""
         parameters = {"worker": worker, "visibility": visibility} | _fence(leases)
         return [(self.renew_statement, parameters)]
 
-    def settle(self, worker: str, outcomes: Sequence[Outcome], channel: str) -> list[Call]:
-        """Record outcomes in one statement; returns (id, attempts) of each that was accepted."""
+    def held(self, worker: str, leases: Sequence[Lease]) -> list[Call]:
+        """Return (id, attempts) of each lease that is still held, whoever has locked its row."""
+        return [(self.held_statement, {"worker": worker} | _fence(leases))]
+
+    def settle(
+        self,
+        worker: str,
+        outcomes: Sequence[Outcome],
+        channel: str,
+        *,
+        passing_by: bool = False,
+    ) -> list[Call]:
+        """Record outcomes in one statement; returns (id, attempts) of each that was accepted.
+
+        *passing_by*: but of rows that others have locked.
+        """
         events = frozenset(outcome.event for outcome in outcomes)
         parameters: dict[str, Any] = {"worker": worker}
         parameters |= _fence([outcome.lease for outcome in outcomes])
@@ -388,17 +403,33 @@ class Statements:
             parameters["said"] = [outcome.error for outcome in outcomes]
         if any(move.wakes for move in moves):
             parameters["channel"] = channel
-        return [(self.settle_statement(events), parameters)]
+        return [(self.settle_statement(events, passing_by=passing_by), parameters)]
 
-    def _held(self) -> ColumnElement[bool]:
+    def _held(self, row: Any = None) -> ColumnElement[bool]:
         """The fence. No status: locked_by is null unless running, and "status = 'running'" would
         imply an index full of dead entries.
         """
+        row = self.table if row is None else row
         return and_(
-            self.table.c.id == func.any(_IDS),
-            self.table.c.attempts == self._of_lease(_ATTEMPTS),
-            self.table.c.locked_by == _BOUND_WORKER,
+            row.c.id == func.any(_IDS),
+            row.c.attempts == element_at(_ATTEMPTS, func.array_position(_IDS, row.c.id)),
+            row.c.locked_by == _BOUND_WORKER,
         )
+
+    def _held_and_free(self) -> ColumnElement[bool]:
+        """The fence, without the rows that another transaction has locked.
+
+        One of those, be it a job that a long transaction cancels, would else hold up all the
+        others. The lock that is asked for is the one of an update, which foreign keys that point
+        at a job do not contradict.
+        """
+        row = self.table.alias("job")
+        free = select(row.c.id).where(self._held(row))
+        free = free.with_for_update(skip_locked=True, key_share=True, of=row)
+        return self.table.c.id == func.any(func.array(free.scalar_subquery()))
+
+    def _still_held(self) -> Executable:
+        return select(self.table.c.id, self.table.c.attempts).where(self._held())
 
     def _of_lease(self, array: ColumnElement[Any]) -> ColumnElement[Any]:
         return element_at(array, func.array_position(_IDS, self.table.c.id))
@@ -406,12 +437,12 @@ class Statements:
     def _renew(self) -> Executable:
         return (
             update(self.table)
-            .where(self._held())
+            .where(self._held_and_free())
             .values(changes(self.table, Event.RENEW))
             .returning(self.table.c.id, self.table.c.attempts)
         )
 
-    def _settle(self, events: frozenset[Event]) -> Executable:
+    def _settle(self, events: frozenset[Event], *, passing_by: bool = False) -> Executable:
         happened = self._of_lease(bindparam("happened", type_=ARRAY(Text)))
         delay = self._of_lease(bindparam("delays", type_=ARRAY(Float)))
         error = self._of_lease(bindparam("said", type_=ARRAY(Text)))
@@ -429,7 +460,8 @@ class Statements:
             notice = told(_CHANNEL, self.table.c.task)
             # Read from the row as it is now: only a move back to pending wakes anybody.
             returned.append(case((literal_status({Status.PENDING}), notice)))
-        statement = update(self.table).where(self._held()).values(whichever(self.table, branches))
+        fence = self._held_and_free() if passing_by else self._held()
+        statement = update(self.table).where(fence).values(whichever(self.table, branches))
         return statement.returning(*returned)  # pyright: ignore[reportUnknownVariableType]
 
     # --- chores --------------------------------------------------------------------------------

@@ -160,9 +160,9 @@ MUTANTS: Final = (
     # --- outcomes
     machine(
         "an outcome is dropped when its lease is over",
-        "        outcomes = tuple(e.outcome for e in",
+        "        ready = [end for end in self._ended.values()",
         "        self._ended = {k: e for k, e in self._ended.items() if now < e.lease_until}\n"
-        "        outcomes = tuple(e.outcome for e in",
+        "        ready = [end for end in self._ended.values()",
     ),
     machine(
         "outcomes are dropped when their Settle breaks",
@@ -179,10 +179,8 @@ MUTANTS: Final = (
     ),
     machine(
         "outcomes are recorded one by one",
-        "        outcomes = tuple(e.outcome for e in self._ended.values() "
-        "if now >= e.not_before)\n",
-        "        ready = [e.outcome for e in self._ended.values() if now >= e.not_before]\n"
-        "        outcomes = tuple(ready[:1])\n",
+        "            outcomes = tuple(end.outcome for end in ready)\n",
+        "            outcomes = tuple(end.outcome for end in ready[:1])\n",
     ),
     machine(
         "a postponed outcome is sent again at once",
