@@ -116,7 +116,7 @@ class Core:
 
     def begin(self, *, until_idle: bool) -> None:
         """Begin a run: a new machine with nothing held."""
-        if self._process != os.getpid():  # forked since: the parent may run under that name
+        if self.forked:  # the parent may run under that name
             self._take_name()
         self.until_idle = until_idle
         self.summary = Summary()
@@ -126,6 +126,11 @@ class Core:
         self.vitals = Vitals()
         self.vitals.active = True
         self.failure = None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked from the one whose worker this is, or was until now."""
+        return self._process != os.getpid()
 
     def _take_name(self) -> None:
         self._process = os.getpid()

@@ -83,6 +83,8 @@ class Lane:
             work, done, within = item
             try:
                 connection = self._connect()
+                if self._abandoned:  # what it would claim now nobody would run
+                    break
                 with cut_after(within, _driver(connection)) if within else nullcontext():
                     answer = work(connection)
                     end_statement(connection)

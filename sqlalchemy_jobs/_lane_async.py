@@ -83,6 +83,8 @@ class Lane:
                 work, done, within = item
                 try:
                     connection = await self._connect()
+                    if self._abandoned:  # what it would claim now nobody would run
+                        break
                     with self._bounded(within):
                         answer = await connection.run_sync(_done, work)
                 except Exception as error:  # noqa: BLE001 - it is the answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from threading import Lock
 from typing import TypeAlias
@@ -26,6 +27,17 @@ def register(channel: str, wake: Wake) -> Callable[[], None]:
                 _workers.pop(channel, None)
 
     return unregister
+
+
+def _forget() -> None:
+    """Wake nobody from a fork: its workers' threads are in the parent, and so are their loops."""
+    global _lock  # noqa: PLW0603 - another thread may have held it when it was copied
+    _lock = Lock()
+    _workers.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def wake_workers(channel: str) -> None:

@@ -169,6 +169,8 @@ class Worker:
 
     @contextmanager
     def _started(self, *, until_idle: bool) -> Generator[None, None, None]:
+        if self._core.forked:  # what runs is the parent's
+            self._running = threading.Lock()
         if not self._running.acquire(blocking=False):
             message = "this worker is running already"
             raise RuntimeError(message)
@@ -191,11 +193,12 @@ class Worker:
             undo.append(self._listener.stop)
             yield
         finally:
-            for undo_one in undo:
-                undo_one()
-            for lane in self._lanes.values():
-                lane.close()
-            self._threads.close()
+            if not core.forked:  # in a child the connections are the parent's
+                for undo_one in undo:
+                    undo_one()
+                for lane in self._lanes.values():
+                    lane.close()
+                self._threads.close()
             core.end()
             self._running.release()
 

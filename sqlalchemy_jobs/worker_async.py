@@ -180,7 +180,7 @@ class AsyncWorker:
 
     @asynccontextmanager
     async def _started(self, *, until_idle: bool) -> AsyncGenerator[None, None]:
-        if self._running:
+        if self._running and not self._core.forked:  # else what runs is the parent's
             message = "this worker is running already"
             raise RuntimeError(message)
         self._running = True

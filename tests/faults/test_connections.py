@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import text
@@ -69,11 +70,12 @@ def test_handlers_cancelled_in_a_query_leak_no_connection(jobs: Jobs) -> None:
     assert not jobs.unfinished()
 
 
-@on_drivers("psycopg")
-def test_a_fork_shares_neither_name_nor_connection(jobs: Jobs) -> None:
-    """Case 45: a worker made before a fork runs in each child, under a name of its own."""
+def run_program(name: str, *arguments: str) -> list[dict[str, Any]]:
+    """Run one of the programs to its end, and return what it printed."""
+    # Python 3.12 warns of every fork beside threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning"]
     done = subprocess.run(
-        [sys.executable, REPOSITORY / "tests" / "programs" / "forks.py", jobs.url, "3"],
+        [*command, REPOSITORY / "tests" / "programs" / name, *arguments],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -81,7 +83,17 @@ def test_a_fork_shares_neither_name_nor_connection(jobs: Jobs) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    parent, *runs = map(json.loads, done.stdout.splitlines())
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_fork_shares_neither_name_nor_connection(jobs: Jobs) -> None:
+    """Case 45: a worker made before a fork runs in each child, under a name of its own.
+
+    The application's engine is told of forks, and no process speaks to the server through
+    another's connection.
+    """
+    kind = "async" if jobs.is_async else "sync"
+    parent, *runs = run_program("forks.py", jobs.url, kind, "3")
     names = [run["name"] for run in runs]
     assert len(set(names)) == 4
     assert [name for name in names if name == parent["parent"]] == [names[-1]]
@@ -89,3 +101,24 @@ def test_a_fork_shares_neither_name_nor_connection(jobs: Jobs) -> None:
     assert len(rows) == 61
     assert {(row.status, row.attempts) for row in rows} == {("succeeded", 1)}
     assert sorted(job_id for run in runs for job_id in run["ran"]) == [row.id for row in rows]
+    *children, again = [set(run["spoke_to"]) for run in runs]
+    assert set(parent["spoke_to"]) <= again, "the parent's pool is as it was"
+    pids = [pid for each in (*children, again) for pid in each]
+    assert len(pids) == len(set(pids))
+
+
+def test_a_fork_beside_a_running_worker_leaves_it_alone(jobs: Jobs) -> None:
+    """Case 45: a child ends by the signal that would stop its parent's worker.
+
+    One that leaves the worker's block takes no connection from the parent, and may run a worker.
+    """
+    said = run_program("forks_running.py", jobs.url, "async" if jobs.is_async else "sync")
+    assert [line for line in said if "trouble" in line] == []
+    assert {"ended": -signal.SIGTERM} in said
+    if not jobs.is_async:
+        (parent,) = (line for line in said if "parent" in line)
+        (child,) = (line for line in said if "child" in line)
+        assert {"same": True} in said
+        assert child["name"] != parent["name"]
+        assert [line["pid"] for line in said if "ran" in line] == [parent["parent"]] * 2
+    assert not jobs.unfinished()
