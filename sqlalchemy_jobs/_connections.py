@@ -91,6 +91,9 @@ def autocommit(connection: Connection) -> Connection:
     level = "READ COMMITTED" if pooled else "AUTOCOMMIT"
     if connection.get_execution_options().get("isolation_level") != level:
         connection = connection.execution_options(isolation_level=level)
+    if getattr(connection.dialect, "server_version_info", None) is None:
+        # Another connection is the first, and still telling the dialect about its server.
+        connection.dialect.initialize(connection)
     if connection.dialect.name == "postgresql" and not pooled:
         connected_to = _backend(connection.connection.driver_connection)
         connection.execute(_SETUP, {"connected_to": connected_to}).all()

@@ -23,14 +23,22 @@ class Lane:
     """A connection of the worker's own and the thread that uses it, one piece of work at a time."""
 
     def __init__(
-        self, engine: Engine, prepare: Callable[[Connection], Connection], name: str
+        self,
+        engine: Engine,
+        prepare: Callable[[Connection], Connection],
+        name: str,
+        *,
+        early: bool = False,
     ) -> None:
+        """*early*: connect before there is work, whose time is bounded: far away, connecting alone
+        takes seconds.
+        """
         self._engine = engine
         self._prepare = prepare
         self._connection: Connection | None = None
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._abandoned = False
-        self._connecting = True
+        self._connecting = early
         self._server = threading.Thread(target=self._serve, name=name, daemon=True)
         self._server.start()
 
@@ -70,7 +78,6 @@ class Lane:
         return self._connection
 
     def _connect_early(self) -> None:
-        """Connect before there is work, whose time is bounded: far away that takes seconds."""
         try:
             self._connect()
         except BaseException:  # noqa: BLE001 - who has work will be told
@@ -78,7 +85,8 @@ class Lane:
         self._connecting = False
 
     def _serve(self) -> None:
-        self._connect_early()
+        if self._connecting:
+            self._connect_early()
         while (item := self._work.get()) is not None and not self._abandoned:
             work, done, within = item
             try:

@@ -23,14 +23,22 @@ class Lane:
     """A connection of the worker's own and the task that uses it, one piece of work at a time."""
 
     def __init__(
-        self, engine: AsyncEngine, prepare: Callable[[Connection], Connection], name: str
+        self,
+        engine: AsyncEngine,
+        prepare: Callable[[Connection], Connection],
+        name: str,
+        *,
+        early: bool = False,
     ) -> None:
+        """*early*: connect before there is work, whose time is bounded: far away, connecting alone
+        takes seconds.
+        """
         self._engine = engine
         self._prepare = prepare
         self._connection: AsyncConnection | None = None
         self._work: asyncio.Queue[Any] = asyncio.Queue()
         self._abandoned = False
-        self._connecting = True
+        self._connecting = early
         self._server = asyncio.get_running_loop().create_task(self._serve(), name=name)
 
     def submit(
@@ -69,7 +77,6 @@ class Lane:
         return self._connection
 
     async def _connect_early(self) -> None:
-        """Connect before there is work, whose time is bounded: far away that takes seconds."""
         try:
             await self._connect()
         except Exception:  # noqa: BLE001 - who has work will be told
@@ -78,7 +85,8 @@ class Lane:
 
     async def _serve(self) -> None:
         try:
-            await self._connect_early()
+            if self._connecting:
+                await self._connect_early()
             while (item := await self._work.get()) is not None and not self._abandoned:
                 work, done, within = item
                 try:

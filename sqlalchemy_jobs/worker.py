@@ -291,11 +291,12 @@ class Worker:
     def _interrupt(self, command: DatabaseCommand) -> None:
         name = lane_of(command)
         self._lanes[name].abandon()
-        self._lanes[name] = self._new_lane(name)
+        self._lanes[name] = self._new_lane(name, early=True)
         self._inbox.put(Broke(command, "TimeoutError: no answer from the database"))
 
-    def _new_lane(self, name: str) -> Lane:
-        return Lane(own_engine(self._engine), self._core.prepare, f"jobs-{name}")
+    def _new_lane(self, name: str, *, early: bool = False) -> Lane:
+        engine = own_engine(self._engine)
+        return Lane(engine, self._core.prepare, f"jobs-{name}", early=early)
 
     # --- attempts ------------------------------------------------------------------------------
 

@@ -319,12 +319,12 @@ class AsyncWorker:
     def _interrupt(self, command: DatabaseCommand) -> None:
         name = lane_of(command)
         self._lanes[name].abandon()
-        self._lanes[name] = self._new_lane(name)
+        self._lanes[name] = self._new_lane(name, early=True)
         self._post(Broke(command, "TimeoutError: no answer from the database"))
 
-    def _new_lane(self, name: str) -> Lane:
+    def _new_lane(self, name: str, *, early: bool = False) -> Lane:
         engine = AsyncEngine(own_engine(self._engine.sync_engine))
-        return Lane(engine, self._core.prepare, f"jobs-{name}")
+        return Lane(engine, self._core.prepare, f"jobs-{name}", early=early)
 
     # --- attempts ------------------------------------------------------------------------------
 

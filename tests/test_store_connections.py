@@ -222,3 +222,15 @@ def test_the_channel_follows_the_translated_schema(postgres: Engine) -> None:
         assert channel_of(connection, JOBS) == "tenant_2.jobs"
     other = postgres.execution_options(schema_translate_map={"else": "tenant_3"})
     assert channel_of(other, JOBS) == "jobs.jobs"
+
+
+@pytest.mark.drivers("psycopg")
+def test_a_connection_beside_the_first_knows_its_server_too(sync_engine: Engine) -> None:
+    """Several connect at once when a database comes late: none waits for who was first."""
+    with open_engine(sync_engine.url) as engine:
+        own = own_engine(engine)
+        with own.connect() as opened:
+            known = opened.dialect.server_version_info
+            opened.dialect.server_version_info = None
+            assert autocommit(opened).dialect.server_version_info == known
+        own.dispose()
