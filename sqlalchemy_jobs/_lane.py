@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ._connections import cut, cut_after, end_statement
 from ._cures import judged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from sqlalchemy import Connection, Engine
+
+Submitted: TypeAlias = "tuple[Callable[[Connection], Any], Callable[[Any], None], float | None]"
+"""What :meth:`Lane.submit` was given."""
 
 _log = logging.getLogger("sqlalchemy_jobs")
 
@@ -63,13 +65,18 @@ class Lane:
             self.abandon()
             self._server.join(timeout=1.0)
 
-    def abandon(self) -> None:
-        """Break the connection; nothing that was submitted is answered any more."""
+    def abandon(self) -> list[Submitted]:
+        """Break the connection, whose work is not answered any more; return what had not begun."""
+        left: list[Submitted] = []
+        with suppress(queue.Empty):
+            while (item := self._work.get_nowait()) is not None:
+                left.append(item)
         self._abandoned = True
         connection = self._connection
         if connection is not None:
             cut(_driver(connection))
         self._work.put(None)
+        return left
 
     def _connect(self) -> Connection:
         if self._connection is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ._connections import cut, end_statement
 from ._cures import judged
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+Submitted: TypeAlias = "tuple[Callable[[Connection], Any], Callable[[Any], None], float | None]"
+"""What :meth:`Lane.submit` was given."""
 
 _log = logging.getLogger("sqlalchemy_jobs")
 
@@ -63,12 +66,18 @@ class Lane:
             self.abandon()
             await asyncio.wait({self._server}, timeout=1.0)
 
-    def abandon(self) -> None:
-        """Break the connection; nothing that was submitted is answered any more."""
+    def abandon(self) -> list[Submitted]:
+        """Break the connection, whose work is not answered any more; return what had not begun."""
+        left: list[Submitted] = []
+        while not self._work.empty():
+            item = self._work.get_nowait()
+            if item is not None:
+                left.append(item)
         self._abandoned = True
         self._cut()
         self._server.cancel()
         self._work.put_nowait(None)  # a driver may lose the cancellation; see _listen_async
+        return left
 
     async def _connect(self) -> AsyncConnection:
         if self._connection is None:

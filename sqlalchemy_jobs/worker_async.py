@@ -318,8 +318,10 @@ class AsyncWorker:
 
     def _interrupt(self, command: DatabaseCommand) -> None:
         name = lane_of(command)
-        self._lanes[name].abandon()
+        waiting = self._lanes[name].abandon()
         self._lanes[name] = self._new_lane(name, early=True)
+        for submitted in waiting:  # a renewal behind a sweep that hangs must not share its fate
+            self._lanes[name].submit(*submitted)
         self._post(Broke(command, "TimeoutError: no answer from the database"))
 
     def _new_lane(self, name: str, *, early: bool = False) -> Lane:
